@@ -3,7 +3,8 @@
 Norms, biases and multipliers are random too, so that one that is left out changes the logits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
 
 COMMON: dict[str, Any] = DECODER | {
     "vocab_size": 160,
@@ -86,6 +87,12 @@ FAMILY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", SLIDING | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1], "hidden_act": "relu"}),
 }
 FAMILIES = tuple(FAMILY_CONFIGS)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 # Plain; two kinds of layers, with all norms and a capped head; joined projections and a window; norms after layers.
 REPRESENTATIVES = ("llama", "gemma3_text", "phi3", "olmo2")
 

@@ -84,7 +84,7 @@ FILLER_TOP_K = WholeRange(1, 64)
 # More threads than cores make every layer slower. A process may be restricted to some of the cores.
 THREADS = WholeRange(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
-ENGINES = ("auto", "plain", "invariant", "openvino", "cuda_graph")
+ENGINES = ("auto", "plain", "invariant", "cuda_graph")
 ENGINE_WEIGHTS = ("float32", "bfloat16", "int8", "int4", "gguf")
 
 RULES = ("rejection", "coupled", "block")  # of verification

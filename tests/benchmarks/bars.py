@@ -13,7 +13,7 @@ Texts = list[dict[str, Any]]
 MEMORY_FACTOR, MEMORY_BYTES = 1.2, 500e6  # allowed: the weights times the first, plus the second
 VERIFY = {5: 1.25, 9: 1.5}  # of a decode step, by width
 VERIFY_AVX2 = {5: 1.45, 9: 1.85}  # on processors with AVX2 but without AVX-512
-STEP, OPENVINO_STEP = 1.3, 1.5  # of the matrix products of a decode step
+STEP = 1.3  # of the matrix products of a decode step
 FIRST_TOKEN, LONG_STEP, LONGEST = 1.2, 1.1, 6000
 NOT_MEASURED = "not measured"
 
@@ -101,13 +101,12 @@ def _verify_bars(result: dict[str, Any]) -> list[Bar]:
     bounds = VERIFY_AVX2 if result["setting"]["avx2_only"] else VERIFY
     seconds = result.get("verify_seconds", {}).get("ours")
     alone = result.get("step_over_products")
-    overhead = OPENVINO_STEP if result.get("engine_kind") == "openvino" else STEP
     return [
         *(
             Bar(f"verify cost v({width})", bound, seconds and over(seconds[width], seconds[1]), at_least=False)
             for width, bound in bounds.items()
         ),
-        Bar("decode step / its products", overhead, alone and over(alone["step"], alone["products"]), at_least=False),
+        Bar("decode step / its products", STEP, alone and over(alone["step"], alone["products"]), at_least=False),
     ]
 
 

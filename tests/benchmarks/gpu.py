@@ -46,7 +46,7 @@ MODULES = (
     "bitsandbytes",
     "optimum.quanto",
     "gguf",
-    "openvino",
+    "llvmlite",
     "prompt_toolkit",
 )
 

@@ -113,7 +113,7 @@ class Setup:
         if reason := made.unsupported():
             raise NotRun(reason)
         count = torch.get_num_threads()
-        if reason := made.install([count], lambda text: None) or made.self_test(count, lambda text: None):
+        if reason := made.install(lambda text: None) or made.self_test(count, lambda text: None):
             made.remove()
             raise RuntimeError(f"self-test: {reason}")
         return made

@@ -133,7 +133,7 @@ class Bench:
             "instruction_sets": [name for name in INSTRUCTION_SETS if name in features],
             "avx2_only": "avx2" in features and "avx512f" not in features,
             "cores": facts["cores"] or facts["threads"],
-            "versions": versions() | dict(_other_versions("openvino", "xllamacpp")),
+            "versions": versions() | dict(_other_versions("llvmlite", "xllamacpp")),
             "new_tokens": self._flags.tokens,
             "repeats": self._flags.repeats,
             "drafter": self._flags.drafter,
@@ -181,7 +181,7 @@ class Bench:
         size, step = probes.bytes_per_step(self._ours, self._plain.target), median(seconds["ours"][1])
         read = probes.read_seconds(size, self._ours.engine.state.threads)
         peak = {"bytes": size, "read_seconds": read, "step_seconds": step, "share": read / step}
-        result = {"verify_seconds": seconds, "roofline": peak, "engine_kind": self._ours.engine.state.kind}
+        result = {"verify_seconds": seconds, "roofline": peak}
         products = probes.step_over_products(self._ours.target, ours, probes.PRODUCT_ROUNDS * self._flags.repeats)
         return result | ({"step_over_products": products} if products else {})
 

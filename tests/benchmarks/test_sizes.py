@@ -131,7 +131,7 @@ class Answers:
 
     def ask(self, prompt: str, *settings: str) -> dict[str, object]:
         self.lines += settings
-        engine = {"kind": "openvino", "threads": 2, "verified": True}
+        engine = {"kind": "invariant", "threads": 2, "verified": True}
         costs = "at 200 1.1; verify 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8; model 0.2"
         return PEER | {"engine": engine, "settings": {"costs": costs}}
 
@@ -148,7 +148,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     assert (figures.disk, figures.verify) == (5, {5: 1.4, 9: 1.8})
     assert figures.step == pytest.approx(0.1)
     assert figures.prefill == {MEDIUM: 250.0, LONG: 250.0}
-    assert figures.note == "openvino, 2 threads, equal bits"
+    assert figures.note == "invariant, 2 threads, equal bits"
     slow = run_program([], tiny_tokenizer(), tmp_path, Bounds(20e9, 60, long_prefill=10))
     assert set(slow.prefill) == {MEDIUM}
     assert "/speculative off" in Answers.started[-1].lines
@@ -161,11 +161,11 @@ def test_a_prompt_has_the_number_of_tokens_that_was_asked_for() -> None:
 
 def test_rows_of_the_table() -> None:
     row = sizes.Row(1.7, "safetensors", sizes.PROGRAM, "bfloat16")
-    figures = Figures([60.0, 12.5], int(6e9), int(4.5e9), 0, 0.2, {5: 1.2}, {MEDIUM: 120.0}, "openvino, 2 threads")
+    figures = Figures([60.0, 12.5], int(6e9), int(4.5e9), 0, 0.2, {5: 1.2}, {MEDIUM: 120.0}, "invariant, 2 threads")
     cells = sizes.cells(sizes.result_of(row, figures, (3_400_000_000, 600_000_000), 34e9))
     assert cells == [
         *("1.7", "safetensors", "program, bfloat16", "60.0", "12.5", "6.00", "0.95", "4.50", "0.00"),
-        *("200.0", "1.20", "-", "120", "-", "50%", "openvino, 2 threads"),
+        *("200.0", "1.20", "-", "120", "-", "50%", "invariant, 2 threads"),
     ]
     stopped = sizes.cells(sizes.result_of(row, Figures(peak=int(12e9), note="stopped at 12.0 GB"), (1, 1), 1e9))
     assert (stopped[3], stopped[9], stopped[-1]) == ("-", "-", "stopped at 12.0 GB")

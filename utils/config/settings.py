@@ -210,13 +210,12 @@ class Settings:
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
-        "only. invariant, openvino: greedy texts are equal bit for bit. Results are kept for later.",
+        "only. invariant: greedy texts are equal bit for bit. Results are kept for later.",
         example=("plain",),
         forms={
             "auto": "the fastest one, by measurement",
             "plain": "PyTorch unchanged",
-            "invariant": "the logits do not depend on the verify width",
-            "openvino": "everything but attention in OpenVINO, on CPUs",
+            "invariant": "the logits do not depend on the verify width; compiled for the processor on CPUs",
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },

@@ -6,6 +6,7 @@ in a buffer with spare capacity, and the model sees a view of its beginning.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -38,6 +39,20 @@ class GrowingLayer(DynamicLayer):
             buffer[..., length:end, :] = part
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
         return self.keys, self.values
+
+    def extended(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+        """Append new positions (B, heads, count, D), float32, that the caller fills. Returns the buffers
+        (B, heads, capacity, D).
+        """
+        length = self.get_seq_length()
+        end = length + shape[2]
+        if not self._fits(length, end):
+            template = torch.empty(shape)
+            if not self.is_initialized:
+                self.lazy_initialization(template, template)
+            self._reallocate(length, end + max(MIN_SPARE, end // 2), (template, template))
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        return self._buffers[0], self._buffers[1]
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """Keys and values up to the end of the buffers (B, heads, capacity, D). What follows the length is finite."""

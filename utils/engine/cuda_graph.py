@@ -131,14 +131,13 @@ class CudaGraphEngine:
     """
 
     promise = ""
-    has_other_forward = False
+    has_own_forward = False
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._formats = list(models), list(helpers), weights
         self._attention = [model.config._attn_implementation for model in self._models]  # another engine may change it
         self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that were set on them
-        self.layouts: dict[str, int] = {}
         self.weights = weight_format(self._models[0])
 
     def unsupported(self) -> str:
@@ -153,7 +152,7 @@ class CudaGraphEngine:
         """Return 0: weights stay where they are."""
         return 0
 
-    def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
+    def install(self, report: Report = unreported) -> str:
         """Replace the forward passes, record them and run the self-test. Returns why it failed."""
         self.promise = ""
         reference = [selftest.prefill_logits(model) for model in self._models]

@@ -3,66 +3,13 @@
 Engines that compute a model by a forward pass of their own read a DecoderSpec, so they need not know the families.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-
-class Segments(Protocol):
-    """The parts of a decoder outside attention, for `rows` rows of any batch, on the CPU in float32.
-
-    Results may be buffers that the next call with the same number of rows overwrites, so that callers copy what they
-    keep longer: `advance` i + 1 may read the x that `advance` i returned.
-
-    `prefill` says that rows need not have the bits of single decode steps. Otherwise a row's bits must not depend on
-    the number of rows or on their values.
-    """
-
-    prefill_rows: Sequence[int]  # numbers of rows of one sequence for which a prefill is fastest, in ascending order
-    row_threads: int | None  # PyTorch's threads between the parts, except in a prefill. None: as many as are set
-
-    def begin(self, x: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool) -> Tensor:
-        """Return qkv of layer 0 for x (rows, hidden). cos, sin: (rows, rotary_dim) of layer 0, empty without rotary
-        positions. qkv: (rows, heads + 2 * kv_heads, head_dim): the heads of the queries, keys and values, with norms
-        and rotary positions applied.
-        """
-
-    def advance(
-        self, layer: int, x: Tensor, attended: Tensor, *, cos: Tensor, sin: Tensor, prefill: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return x (rows, hidden) after layer `layer`, and qkv of the next layer (None after the last one).
-
-        attended: (rows, heads * head_dim) of layer `layer`. cos, sin: of the next layer.
-        """
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the products of the output head (rows, V) with x (rows, hidden), to which the final norm was applied.
-        Scale and softcap are left to the caller.
-        """
-
-    def run_products(self) -> None:
-        """Compute the products of one decode step alone, on inputs of zeros: the least time that a step can take."""
-
-
-def _gelu(x: Tensor) -> Tensor:
-    # PyTorch's CPU kernel for other layouts rounds differently. A slice of one row is contiguous, one of two is not.
-    return F.gelu(x.contiguous())
-
-
-# name: the function between the projections of an MLP. On CPUs, silu and gelu_pytorch_tanh round the last values of a
-# contiguous tensor differently unless their number is a multiple of 32. So a row of any other size depends on the
-# number of rows, unless the rows are strided: parts of a wider tensor.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # functions between the projections of an MLP
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,6 @@ class Engine:
         self._held = self._engine.nbytes()  # without an engine
         # Found out now: the layers of an installed engine could not be read.
         self._problems = {name: self._problem(name) for name in LAYER_ENGINES}
-        self._layouts: dict[str, dict[str, int]] = {}
         self._tested: dict[str, set[int]] = {}  # numbers of threads with which each engine's self-test passed
         self._references: list[tuple[PreTrainedModel, selftest.Reference]] = []
         self._key, self._tested_on = "", ""  # of the present result
@@ -152,7 +151,7 @@ class Engine:
         self._check(name)
         if self.results is not None and (key := self._key_of(name, thread_count)):
             self.results.drop(key)
-        self.table, self._layouts, self._tested = {}, {}, {}
+        self.table, self._tested = {}, {}
         return self._prepare(name, thread_count, None, complete=True)
 
     def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
@@ -205,7 +204,6 @@ class Engine:
             tested_on=self._tested_on,
             tested_counts=tuple(sorted(self._tested.get(state.kind, ()))),
             threads=state.threads,
-            layouts=self._layouts,
             step_seconds=self.step_seconds,
             costs=self.costs,
             longer=self.longer,
@@ -232,7 +230,7 @@ class Engine:
         if stored.kind not in self.candidates() or name not in (AUTO, stored.kind):
             return None
         if name == AUTO and stored.table and choose(stored.table, self.workload).name != stored.kind:
-            self.table, self._layouts = dict(stored.table), _copied(stored.layouts)  # choose anew, measure nothing
+            self.table = dict(stored.table)  # choose anew, measure nothing
             return None
         return stored
 
@@ -298,7 +296,6 @@ class Engine:
 
     def _restored(self, stored: StoredResult) -> bool:
         """Install the engine of a stored result and test one verify width. Returns False if it failed."""
-        self._layouts = _copied(stored.layouts)
         if self._install(stored.kind, stored.threads, self._one_width):
             return False
         self._tested[stored.kind] = set(stored.tested_counts)
@@ -352,7 +349,6 @@ class Engine:
         release_memory()  # the few layers of all engines
         if trials.reference is not None:
             self._references = [(self._target, trials.reference)]
-        self._layouts |= trials.layouts
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 
     def _unmeasured(self, name: str, problem: str) -> EngineFigures:
@@ -365,15 +361,12 @@ class Engine:
     def _install(self, name: str, count: int, test: Callable[[LayerEngine], str]) -> str:
         """Install an engine for whole models and test it. Returns why that failed; then no engine is installed."""
         engine = self._built(name)
-        engine.layouts |= self._layouts.get(name, {})
         try:
             if name != PLAIN:
                 self._add_references()
             engine.set_threads(count)
             self.report(f"engine {name}: installing")
-            install = partial(
-                engine.install, threads.usual_counts(), lambda text: self.report(f"engine {name}: {text}")
-            )
+            install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
             if name == PLAIN:
                 failure = install()
             else:
@@ -390,7 +383,7 @@ class Engine:
         if failure:
             engine.remove()
         else:
-            self._engine, self._layouts[name] = engine, engine.layouts
+            self._engine = engine
         return failure
 
     def _add_references(self) -> None:
@@ -417,8 +410,8 @@ class Engine:
         """Test one verify width of the target, another one on another day."""
         if not engine.promise:
             return ""
-        widths = selftest.WIDTHS
-        return selftest.one_width_differs(self._target, widths[date.today().toordinal() % (len(widths) - 1)])
+        widths = selftest.RECHECKED_WIDTHS
+        return selftest.one_width_differs(self._target, widths[date.today().toordinal() % len(widths)])
 
     def _set_state(self, kind: str, count: int, reason: str, *, tested_on: str = "") -> None:
         engine = self._engine
@@ -450,7 +443,3 @@ def _uninterrupted() -> Iterator[None]:
 
 def _shares_weights(model: PreTrainedModel, target: PreTrainedModel) -> bool:
     return model.get_input_embeddings().weight is target.get_input_embeddings().weight
-
-
-def _copied(layouts: Any) -> dict[str, dict[str, int]]:
-    return {name: dict(found) for name, found in layouts.items()}

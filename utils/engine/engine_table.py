@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import LayerEngine, Report, unreported
-from utils.engine.openvino_engine import OpenVinoEngine
 from utils.engine.stored_weights import fill, release
 from utils.engine.weight_format import EngineWeights, placeholder_bytes, tensor_bytes, weight_format
 
@@ -19,12 +18,11 @@ class PlainEngine:
     """The models without replaced layers. It promises nothing, so there is nothing to test."""
 
     promise = ""
-    has_other_forward = False
+    has_own_forward = False
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers = list(models), list(helpers)
         self._requested = weights
-        self.layouts: dict[str, int] = {}
         self.weights = weight_format(models[0])
 
     def unsupported(self) -> str:
@@ -35,7 +33,7 @@ class PlainEngine:
         """Return the bytes of the weights that are in files now."""
         return placeholder_bytes(self._models)
 
-    def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
+    def install(self, report: Report = unreported) -> str:
         """Read the weights that are in files."""
         if self.need():
             report("reading the weights")
@@ -74,9 +72,12 @@ class EngineRow:
 
 LAYER_ENGINES: dict[str, EngineRow] = {
     "plain": EngineRow(PlainEngine, "any model on any device", "PyTorch and transformers as they are"),
-    "invariant": EngineRow(InvariantEngine, "full or sliding attention", "row-invariant PyTorch kernels"),
+    "invariant": EngineRow(
+        InvariantEngine,
+        "full or sliding attention",
+        "row-invariant kernels, compiled by LLVM for float32 models on a CPU",
+    ),
     "cuda_graph": EngineRow(
         CudaGraphEngine, "a CUDA device; full or sliding attention", "forward passes recorded once per verify width"
     ),
-    "openvino": EngineRow(OpenVinoEngine, "a decoder that can be read, a CPU, openvino", "OpenVINO between attentions"),
 }

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "openvino": _version("openvino"),
+        "llvmlite": version("llvmlite"),
         "source": source_digest(),
         "machine": [machine[name] for name in ("cpu", "cores", "threads", "gpus", "system")],
         # The libraries choose kernels by these. Virtual processors of one name may have different ones.
@@ -51,14 +51,6 @@ def environment() -> dict[str, Any]:
         "threads": available_threads(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-
-
-def _version(package: str) -> str:
-    """The version of a package, or an empty string if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def source_digest(folders: Sequence[Path] = SOURCE) -> str:

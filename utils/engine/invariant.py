@@ -13,18 +13,16 @@ from transformers import PreTrainedModel
 from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
-from utils.engine.block_kernels import UNPACKED_PREFILL_SIZES, KnownLayers, format_builder
+from utils.engine.compiled_decoder import products_of
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.kernels import PREFILL_SIZES, BlockedKernel, packed_kernel_builder
+from utils.engine.kernels import KnownLayers, blocked_builder, compiled_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import GroupBuilder, by_weight, restore_linears, swap_linears
+from utils.engine.module_swap import GroupBuilder, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import fill, release
-from utils.engine.torch_segments import TorchSegments, products_of
-from utils.engine.weight_format import EngineWeights, freed_bytes, kernel_bytes, tensor_bytes, weight_format
+from utils.engine.stored_weights import release
+from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, tensor_bytes, weight_format
 
-LEAN = "lean"  # among the layouts: 0 if the lean forward pass has other logits than transformers' own
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
@@ -37,13 +35,12 @@ class InvariantEngine:
     """
 
     promise = BIT_IDENTICAL
-    has_other_forward = True
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._format = list(models), list(helpers), weights
         self._plain_attention = [model.config._attn_implementation for model in self._models]
         self._installed = False
-        self.layouts: dict[str, int] = {}
+        self.has_own_forward = True
         self.weights = weight_format(self._models[0]) if weights.as_loaded else weights.format
 
     def unsupported(self) -> str:
@@ -56,35 +53,32 @@ class InvariantEngine:
             return ""
         if model.device.type != "cpu" or weight_format(model) != "float32":
             return f"{self._format.format} weights are computed for models in float32 on a CPU only"
-        lacks = self._format.format == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return "this processor has no bfloat16 instructions for PyTorch" if lacks else ""
+        return ""
 
     def need(self) -> int:
         """Return the bytes of packed weights, less those that packing frees."""
-        return max(0, kernel_bytes(self._models, self._format) - freed_bytes(self._models))
+        return max(0, decoder_bytes(self._models, self._format) - freed_bytes(self._models))
 
-    def install(self, thread_counts: Sequence[int], report: Report = unreported) -> str:
+    def install(self, report: Report = unreported) -> str:
         """Replace linear layers and attention."""
         release(self._models)
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
-        specs = [_spec_of(model) if self.layouts.get(LEAN, 1) else "" for model in self._models]
-        swap_linears([*self._models, *self._helpers], self._kernel_builder(thread_counts), report)
-        fill(self._models)  # layers that have no kernel
+        specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
+        swap_linears([*self._models, *self._helpers], self._kernel_builder(), report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if isinstance(spec, DecoderSpec):
-                sizes = PREFILL_SIZES if self._format.as_loaded else UNPACKED_PREFILL_SIZES
-                segments = TorchSegments(spec, *products_of(model, spec), prefill_rows=sizes)
-                model.forward = LeanDecoder(spec, segments, model.config, original=model.forward)
+                products, head = products_of(model, spec)
+                model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
         return ""
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
-        every = selftest.EVERY_WIDTH
+        every = selftest.TILED_WIDTHS if _is_compiled(self._models[0]) else selftest.EVERY_WIDTH
         tests = (
             # The layers of a drafter that was cut out of the target are tested with the target.
             selftest.width_dependence(
@@ -121,19 +115,19 @@ class InvariantEngine:
         # A layer cut shares its modules with the target; a drafter that was loaded does not.
         return model.get_input_embeddings().weight is self._models[0].get_input_embeddings().weight
 
-    def _kernel_builder(self, thread_counts: Sequence[int]) -> GroupBuilder:
-        target = self._models[0]
-        # PackedKernel is for float32 on a CPU. Padding to full blocks works everywhere.
-        if target.device.type != "cpu" or target.dtype != torch.float32:
-            return by_weight(BlockedKernel)
-        if self._format.as_loaded:
-            return by_weight(packed_kernel_builder(thread_counts, self.layouts))
-        return format_builder(self._format, thread_counts, self.layouts, layers=KnownLayers.of(self._models))
+    def _kernel_builder(self) -> GroupBuilder:
+        if not _is_compiled(self._models[0]):
+            return blocked_builder
+        return compiled_builder(self._format, KnownLayers.of(self._models))
+
+
+def _is_compiled(model: PreTrainedModel) -> bool:
+    return bool(model.device.type == "cpu" and model.dtype == torch.float32)
 
 
 def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
     """What the model computes, without its matrices, so that packing them frees them."""
-    if model.device.type != "cpu" or model.dtype != torch.float32:
+    if not _is_compiled(model):
         return "the lean forward computes float32 on CPUs only"
     spec = read_decoder(model)
     return spec.without_weights() if isinstance(spec, DecoderSpec) else spec

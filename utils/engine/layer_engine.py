@@ -1,6 +1,6 @@
 """What every engine provides. `utils.engine.engine_table` lists them, `utils.engine.engine` chooses one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 Report = Callable[[str], None]  # shows how far a step has got
@@ -21,8 +21,7 @@ class LayerEngine(Protocol):
 
     promise: str  # BIT_IDENTICAL, or empty. The self-test holds the engine to it
     weights: str  # number format of the linear weights while installed
-    has_other_forward: bool  # whether transformers' forward pass can be used with its kernels instead of its own
-    layouts: dict[str, int]  # what an installation found out on this machine; a later one takes it as known
+    has_own_forward: bool  # with False set, transformers' forward pass runs over its kernels
 
     def unsupported(self) -> str:
         """Return why these models cannot be computed this way."""
@@ -30,10 +29,8 @@ class LayerEngine(Protocol):
     def need(self) -> int:
         """Return the bytes of memory that the installed engine takes beyond what the models hold without it."""
 
-    def install(self, thread_counts: Sequence[int], report: Report) -> str:
-        """Replace the layers, in layouts that suit these numbers of threads, one layer at a time. Returns why that is
-        not possible.
-        """
+    def install(self, report: Report) -> str:
+        """Replace the layers, one at a time. Returns why that is not possible."""
 
     def self_test(self, thread_count: int, report: Report, *, complete: bool) -> str:
         """Test what the installed layers promise, with this number of threads. Returns why the test failed.
@@ -42,7 +39,7 @@ class LayerEngine(Protocol):
         """
 
     def set_threads(self, count: int) -> None:
-        """Compute with this number of threads from now on, or from the next installation on."""
+        """Compute with this number of threads from now on."""
 
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models while the engine is installed."""

@@ -1,26 +1,29 @@
 """A forward pass of our own for decoders that a DecoderSpec describes, in place of transformers'.
 
-It keeps the KV cache, attention, rotary tables and the final norm; `Segments` compute everything between one attention
-and the next. transformers' forward spends as much time in Python as small models spend in their products.
+It keeps the KV cache and rotary tables; a `Program` computes the layers. transformers' forward spends as much time in
+Python as small models spend in their products.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad, rms_norm
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import in_prefill
+from utils.decode.engine_forward import MAX_WIDTH, in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Segments
-from utils.engine.row_attention import HeadShape, RowGroup, chosen_attention, prefill_groups, row_groups
-from utils.engine.threads import torch_threads
+from utils.engine.compiled_decoder import LayerProducts, Product, Program
+from utils.engine.decoder_spec import DecoderSpec
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
+PREFILL_ROWS = 512  # of a chunk
+PROGRAMS = 24  # numbers of rows whose buffers are kept
+ROWS_AT_ONCE = 256  # of attention in a prefill: few, because a call reads all keys up to its last row for each row
 
 
 class RotaryTables:
@@ -36,41 +39,35 @@ class RotaryTables:
         return sum(part.nbytes for table in self._tables for part in table)
 
     def rows(self, positions: slice, batch: int) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin (batch * T, rotary_dim) of each table, and an empty pair for layers without positions."""
+        """cos and sin (batch * T, rotary_dim) of each table."""
         if positions.stop > self._length:
             self._length = max(2 * self._length, -(-positions.stop // TABLE_STEP) * TABLE_STEP)
             every = torch.arange(self._length)
             self._tables = [rope(every) for rope in self._spec.ropes]
-        parts = [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]
-        empty = torch.empty(batch * (positions.stop - positions.start), 0)
-        return [*parts, (empty, empty)]  # type: ignore[list-item]  # pairs
+        return [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]  # type: ignore[misc]
 
 
 class LeanDecoder:
     """The forward pass of one model; an `EngineForward`.
 
-    original: transformers' forward, for arguments that are not supported here, such as an attention mask. None if its
-    weights are gone.
+    products: of each layer. head: of the logits. original: transformers' forward, for arguments that are not supported
+    here, such as an attention mask. None if its weights are gone.
     """
 
     def __init__(
-        self, spec: DecoderSpec, segments: Segments, config: Any, *, original: Callable[..., Any] | None = None
+        self,
+        spec: DecoderSpec,
+        products: Sequence[LayerProducts],
+        head: Product,
+        *,
+        config: Any,
+        original: Callable[..., Any] | None = None,
     ) -> None:
-        self._spec, self._segments, self._config, self._original = spec, segments, config, original
+        self._spec, self._products, self._head = spec, list(products), head
+        self._config, self._original = config, original
         self.unnormed: Tensor | None = None  # the input of the final norm, of the last pass that returned all states
         self.rotary = RotaryTables(spec)
-        # Layers rarely differ in their scaling.
-        scalings = {layer.scaling for layer in spec.layers}
-        with torch_threads(segments.row_threads):
-            self._attention = {scaling: chosen_attention(self._shape(scaling)) for scaling in scalings}
-
-    @property
-    def has_tested_attention(self) -> bool:
-        """Whether attention was found to have equal bits at every width. One thread is the last resort, untested."""
-        return all(how.threads is None for how in self._attention.values())
-
-    def _shape(self, scaling: float) -> HeadShape:
-        return HeadShape(self._spec.heads, self._spec.kv_heads, self._spec.head_dim, scaling)
+        self._programs: dict[tuple[int, int, bool], Program] = {}
 
     def __call__(
         self,
@@ -103,11 +100,10 @@ class LeanDecoder:
                 **others,
             )
         cache = self.new_cache() if past_key_values is None else past_key_values
-        with torch_threads(None if in_prefill() else self._segments.row_threads):
-            compute = self._prefill if in_prefill() else self._layers
-            states = compute(input_ids, cache, every=bool(output_hidden_states))
-            logits = self._logits(states[-1], logits_to_keep)
-            self.unnormed = states.pop(-2) if output_hidden_states else None
+        compute = self._prefill if in_prefill() else self._layers
+        states = compute(input_ids, cache, every=bool(output_hidden_states))
+        logits = self._logits(states[-1], logits_to_keep)
+        self.unnormed = states.pop(-2) if output_hidden_states else None
         return CausalLMOutputWithPast(
             logits=logits,
             past_key_values=cache if use_cache in (None, True) else None,
@@ -120,15 +116,17 @@ class LeanDecoder:
 
     def run_products(self) -> None:
         """Compute the products of one decode step alone, to compare its time with theirs."""
-        with torch_threads(self._segments.row_threads):
-            self._segments.run_products()
+        for layer in self._products:
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                product(torch.zeros(1, product.inputs))
+        self._head(torch.zeros(1, self._head.inputs))
 
     def for_cut(self, cut: Any) -> "LeanDecoder":
-        """The forward pass of the first layers, with the same segments."""
+        """The forward pass of the first layers, with the same products."""
         depth = cut.config.get_text_config(decoder=True).num_hidden_layers
         spec = replace(self._spec, layers=self._spec.layers[:depth])
         original = self._original and cut.forward
-        return LeanDecoder(spec, self._segments, cut.config, original=original)
+        return LeanDecoder(spec, self._products[:depth], self._head, config=cut.config, original=original)
 
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
@@ -136,66 +134,64 @@ class LeanDecoder:
         return self._original(**arguments)
 
     def _prefill(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        """Like `_layers`, in chunks of as many rows as the segments compute without padding or copies of their own."""
-        chunks = [self._chunk(part, cache, every=every) for part in ids.split(self._segments.prefill_rows[-1], dim=1)]
+        """Like `_layers`, in chunks."""
+        chunks = [self._layers(part, cache, every=every) for part in ids.split(PREFILL_ROWS, dim=1)]
         return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
-
-    def _chunk(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        count = ids.shape[1]
-        size = next(size for size in self._segments.prefill_rows if size >= count)
-        states = self._layers(pad(ids, (0, size - count)), cache, every=every)
-        cache.crop(count - size)  # forgets the added rows
-        return [state[:, :count] for state in states]
 
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         """The states (B, T, hidden): after the final norm, and all before it if `every`.
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
         """
-        spec, segments, prefill = self._spec, self._segments, in_prefill()
-        batch, count = ids.shape
-        past = cache.get_seq_length()
-        tables = self.rotary.rows(slice(past, past + count), batch)
-        ropes = [tables[-1 if layer.rope is None else layer.rope] for layer in spec.layers]
-        groups = self._groups(past, count, prefill=prefill)
+        spec, (batch, count) = self._spec, ids.shape
+        program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
-        x = x if spec.embedding_scale == 1.0 else x * spec.embedding_scale
-        states = [x.clone()] if every else []
-        qkv: Tensor | None = segments.begin(x, cos=ropes[0][0], sin=ropes[0][1], prefill=prefill)
-        for index, layer in enumerate(spec.layers):
-            assert qkv is not None
-            self._store(qkv, count, cache.layers[index])
-            if prefill and not every and index + 1 == len(spec.layers):
-                break  # nobody reads what the last layer returns
-            attended = self._attend(qkv, layer, cache.layers[index], groups[layer.window])
-            cos, sin = ropes[min(index + 1, len(ropes) - 1)]
-            x, qkv = segments.advance(index, x, attended, cos=cos, sin=sin, prefill=prefill)
-            if every:
-                states.append(x.clone())
-        states.append(rms_norm(x, (spec.hidden_size,), spec.final_norm.weight.float(), spec.final_norm.eps))
-        return [state.view(batch, count, -1) for state in states]
+        torch.mul(x, spec.embedding_scale, out=program.states[0])
+        for buffer, table in zip(program.tables, self.rotary.rows(slice(past, past + count), batch), strict=True):
+            for own, part in zip(buffer, table, strict=True):
+                own.copy_(part)
+        heads = (batch, spec.kv_heads, count, spec.head_dim)
+        for index, layer in enumerate(cache.layers[: len(spec.layers)]):
+            keys, values = layer.extended(heads)
+            program.bind(index, keys, values, past)
+        if in_prefill():
+            program.run_with(partial(self._attend, program, cache, past), every=every)
+        else:
+            program.run()
+        states = [state.clone() for state in program.states] if every else []
+        return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
 
-    def _groups(self, past: int, count: int, *, prefill: bool) -> dict[int | None, list[RowGroup]]:
-        build = prefill_groups if prefill else row_groups
-        return {window: build(past, count, window) for window in {layer.window for layer in self._spec.layers}}
+    def _program(self, batch: int, count: int, *, keeps: bool) -> Program:
+        """A program for these rows. Those of verify widths are kept, and the last one of a prefill."""
+        key, rows = (batch, count, keeps), batch * count
+        if key not in self._programs:
+            if len(self._programs) >= PROGRAMS:
+                self._programs = {}
+            if rows > MAX_WIDTH:
+                self._programs = {
+                    other: own for other, own in self._programs.items() if other[0] * other[1] <= MAX_WIDTH
+                }
+            self._programs[key] = Program(self._spec, self._products, batch, count, keeps=keeps)
+        return self._programs[key]
 
-    def _store(self, qkv: Tensor, count: int, cached: GrowingLayer) -> None:
-        """Store keys and values of the new rows, `count` of each sequence."""
-        heads, ends = self._spec.heads, self._spec.heads + self._spec.kv_heads
-        split = qkv.view(-1, count, *qkv.shape[1:])  # (B, T, heads + 2 * kv_heads, D)
-        cached.update(split[:, :, heads:ends].transpose(1, 2), split[:, :, ends:].transpose(1, 2))
-
-    def _attend(self, qkv: Tensor, layer: LayerSpec, cached: GrowingLayer, groups: Sequence[RowGroup]) -> Tensor:
-        """Attend with the queries of the new rows, whose keys are stored. Returns (B * T, heads * head_dim)."""
-        count, heads = groups[-1].last, self._spec.heads
-        split = qkv.view(-1, count, *qkv.shape[1:])  # (B, T, heads + 2 * kv_heads, D)
-        keys, values = cached.padded()
-        how = self._attention[layer.scaling]
-        rows = [
-            how.attend(split[row, :, :heads], keys[row], values[row], groups, prefill=in_prefill())
-            for row in range(len(split))
-        ]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+    def _attend(self, program: Program, cache: Any, past: int, index: int) -> None:
+        """Attention of a prefill in PyTorch, which takes less time for many rows."""
+        spec, layer = self._spec, self._spec.layers[index]
+        batch, keys, values = len(cache.layers[index].keys), cache.layers[index].keys, cache.layers[index].values
+        heads = spec.heads + 2 * spec.kv_heads
+        qkv = program.qkv[:, : heads * spec.head_dim].unflatten(0, (batch, -1)).unflatten(2, (heads, -1))
+        query = qkv[:, :, : spec.heads].transpose(1, 2)  # (B, heads, T, D)
+        attended = program.attended.unflatten(0, (batch, -1))
+        for group in prefill_groups(past, qkv.shape[1], layer.window):
+            mixed = scaled_dot_product_attention(
+                query[:, :, group.first : group.last],
+                keys[:, :, group.begin : group.end],
+                values[:, :, group.begin : group.end],
+                attn_mask=group.mask[None, None],
+                scale=layer.scaling,
+                enable_gqa=spec.kv_heads < spec.heads,
+            )
+            attended[:, group.first : group.last] = mixed.transpose(1, 2).flatten(2)
 
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
@@ -203,12 +199,43 @@ class LeanDecoder:
             return x.new_empty(len(x), 0, self._spec.vocabulary)
         spec, kept = self._spec, x[:, -keep:] if keep else x
         rows = kept.reshape(-1, spec.hidden_size)
-        logits = self._segments.logits(rows).clone()
+        logits = self._head(rows)
         if spec.logit_scale != 1.0:
             logits *= spec.logit_scale
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits.view(*kept.shape[:2], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows first..last (exclusive) that attend to the keys begin..end, and their mask (rows, end - begin)."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    mask: Tensor
+
+
+def prefill_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
+    """The groups of `count` rows after `past` positions."""
+    groups = []
+    for first in range(0, count, ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, count)
+        begin = 0 if window is None else max(0, past + first + 1 - window)
+        mask = _mask(range(past + first, past + last), range(begin, past + last), window)
+        groups.append(RowGroup(first, last, begin, past + last, mask))
+    return groups
+
+
+def _mask(rows: range, keys: range, window: int | None) -> Tensor:
+    """What is added to the scores (rows, keys) of these positions: 0 or minus infinity."""
+    own, other = torch.arange(rows.start, rows.stop)[:, None], torch.arange(keys.start, keys.stop)[None]
+    forbidden = other > own
+    if window is not None:
+        forbidden |= other <= own - window
+    return torch.zeros(len(rows), len(keys)).masked_fill_(forbidden, float("-inf"))
 
 
 def _is_growing(cache: Any) -> bool:

@@ -13,8 +13,6 @@ import torch
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
 FEATURE_KEYS = ("flags", "Features")
-# Instructions that multiply small integers and add up the products.
-INTEGER_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 
 
 @cache
@@ -45,11 +43,6 @@ def cpu_features(info: Path = CPU_INFO) -> list[str]:
     """The instruction sets of the processor and the like, sorted. Empty if they are not known."""
     names = _first_processor(info)
     return sorted(" ".join(names.get(key, "") for key in FEATURE_KEYS).split())
-
-
-def has_integer_products() -> bool:
-    """Whether the processor multiplies 8-bit integers by instructions of their own."""
-    return not INTEGER_FEATURES.isdisjoint(cpu_features())
 
 
 def _first_processor(info: Path) -> dict[str, str]:

@@ -6,17 +6,30 @@ product. Models that share weights still share them afterwards. Quantized layers
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from utils.engine.kernels import Kernel, KernelBuilder
 from utils.engine.layer_engine import Report, unreported
-from utils.engine.stored_weights import data
 
-GroupBuilder = Callable[[Sequence[nn.Linear]], Kernel | None]  # of layers with the same input
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Kernel(Protocol):
+    """A weight (N, K) and the product with it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (..., K) to (..., N)."""
+
+    def weight(self) -> Tensor:
+        """Return the weight (N, K): the original values, or the rounded ones of a kernel that rounds."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the kernel keeps in memory."""
+
+
+GroupBuilder = Callable[[Sequence[nn.Linear]], Kernel]  # of layers with the same input
 
 
 class FusedKernel:
@@ -76,28 +89,20 @@ class _Group:
     positions: list[tuple[tuple[nn.Module, str], ...]]
 
 
-def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Report = unreported) -> int:
-    """Replace every nn.Linear that `build` makes a kernel for.
-
-    Returns the number of layers that were left as they were.
-    """
+def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Report = unreported) -> None:
+    """Replace every nn.Linear by a kernel."""
     models = list(models)
     # A tied output head shares its weight with the embedding, which still needs it in its original layout.
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
-    groups, unchanged = _groups(models), 0
+    groups = _groups(models)
     total = len(groups)
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
-        kernel = build(group.layers)
-        if kernel is None:
-            unchanged += len(group.layers)
-            continue
-        fused = FusedKernel(kernel, [layer.out_features for layer in group.layers])
+        fused = FusedKernel(build(group.layers), [layer.out_features for layer in group.layers])
         for positions in group.positions:
             for index, (layer, (parent, name)) in enumerate(zip(group.layers, positions, strict=True)):
                 setattr(parent, name, EngineLinear(fused, index, layer, tied=id(layer.weight) in embedded))
-    return unchanged
 
 
 def restore_linears(models: Iterable[nn.Module]) -> None:
@@ -116,23 +121,6 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
                 layer.weight, layer.bias = restored[key], bias
                 layer.train(parent.training)
                 setattr(parent, name, layer)
-
-
-def by_weight(build: KernelBuilder) -> GroupBuilder:
-    """Return a builder for layers with the same input, which joins their weights."""
-
-    def build_group(layers: Sequence[nn.Linear]) -> Kernel | None:
-        weights = [data(layer.weight) for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return build(weight, joined_bias(layers))
-
-    return build_group
-
-
-def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """Return the biases of layers as one, or None if they have none."""
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
 
 
 def _groups(models: list[nn.Module]) -> dict[tuple[int, ...], _Group]:

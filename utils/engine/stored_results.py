@@ -82,7 +82,7 @@ def entry_digest(key: str, entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-FORMAT, VERSION = "results of the engine's self-test", 3
+FORMAT, VERSION = "results of the engine's self-test", 4
 MAX_ENTRIES = 32
 
 
@@ -91,7 +91,7 @@ class StoredResult:
     """What the preparation of an engine found out.
 
     kind, reason: as in EngineState. tested_on: the day of the self-test. tested_counts: the numbers of threads with
-    which it passed. threads: the chosen number. layouts: of all engines, see LayerEngine. step_seconds, costs,
+    which it passed. threads: the chosen number. step_seconds, costs,
     draft_seconds, table, longer: see Engine.
     """
 
@@ -100,7 +100,6 @@ class StoredResult:
     tested_on: str
     tested_counts: tuple[int, ...]
     threads: int
-    layouts: Mapping[str, Mapping[str, int]]
     step_seconds: float
     costs: tuple[float, ...]
     draft_seconds: Mapping[str, list[float]]

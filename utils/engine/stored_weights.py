@@ -19,6 +19,10 @@ class WeightSource(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value that `stored` returns."""
+
     def read(self) -> Tensor:
         """Return the weight (N, K) in the model's number format. Raises UserError if its file has changed."""
 
@@ -36,6 +40,10 @@ class RowsOf:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def itemsize(self) -> int:
+        return self.source.itemsize
 
     def read(self) -> Tensor:
         return self.source.read()[self.rows].clone()

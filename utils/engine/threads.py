@@ -28,11 +28,6 @@ def requested_threads() -> int | None:
     return _AVAILABLE if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ else None
 
 
-def usual_counts() -> list[int]:
-    """Return one and all, for which engines prepare themselves in any case."""
-    return sorted({1, available_threads()})
-
-
 def candidate_counts(available: int = _AVAILABLE) -> list[int]:
     """Return the numbers of threads to try: the powers of two, and all."""
     return sorted({*(2**power for power in range(available.bit_length())), available})
@@ -91,17 +86,3 @@ def restored_on_error() -> Iterator[None]:
     except BaseException:  # Ctrl-C included
         torch.set_num_threads(before)
         raise
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Let PyTorch compute with this number of threads in the block. None: as before."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -31,8 +31,8 @@ EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so m
 EVICTED = 1 << 28  # bytes that are read before each pass
 WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
 ENOUGH_STEPS = 0.3
-MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 2.0  # turns of all engines; further ones do not begin after these seconds
-LARGE = 1 << 26  # bytes of a block from which a pass waits for memory, whatever engine computes it
+WIDE, WIDE_PASSES = COMPARED_WIDTHS[-1], 2  # of each number of threads
+MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds
 SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
@@ -115,9 +115,8 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
-    threads to measure. layouts: what the engines found out, for their installation on whole models. reference: what
-    they were compared with, if that is the beginning of the model. evicts: whether caches are emptied before each pass,
-    as the other layers of a whole model do.
+    threads to measure. reference: what they were compared with, if that is the beginning of the model. evicts: whether
+    caches are emptied before each pass, as the other layers of a whole model do.
     """
 
     model: PreTrainedModel
@@ -127,7 +126,6 @@ class Trials:
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
     evicts: bool = True
-    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     reference: selftest.Reference | None = None
     _table: dict[str, EngineFigures] = field(default_factory=dict)
     _read: PreTrainedModel | None = None
@@ -137,9 +135,6 @@ class Trials:
         self._plan = SlicePlan.of(self.model)
         self._buffer = torch.ones(self._evicted() // 4)
         reference = self._reference()
-        is_large = len(self.thread_counts) > 1 and _block_bytes(self.model) >= LARGE
-        if is_large and self.weights.as_loaded:
-            self.thread_counts = [self._fastest_for_memory()]
         if PLAIN not in self.builders:
             self._read = None
             release_memory()  # it is as large as all engines together
@@ -148,8 +143,6 @@ class Trials:
             candidate = self._guarded(name, partial(self._made, name, reference))
             if candidate is not None:
                 candidates.append(candidate)
-                if is_large:  # products of rounded weights are measured in the first engine
-                    self.thread_counts = [self._table[name].threads]
         candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
         self._measure_widths(candidates)
         for candidate in candidates:
@@ -173,22 +166,6 @@ class Trials:
             self.reference = selftest.Reference(depth, logits, self.weights.as_loaded)
         return logits
 
-    def _fastest_for_memory(self) -> int:
-        """The number of threads for all engines, measured without one. Some engines take long to change the number.
-
-        A decode step mostly waits for memory, so that one thread may be as fast as several. Wide verify passes and
-        prefills are not.
-        """
-        self.report("engines: measuring numbers of threads")
-        assert self._read is not None
-        probe = self.meter.probe(self._read, PLAIN)
-
-        def passes() -> None:
-            probe.forward(1)
-            probe.forward(probe.max_width)
-
-        return threads.fastest_count(passes, self.thread_counts)
-
     def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
         """The result of a step, or None if the engine raised an error, which is noted."""
         try:
@@ -206,7 +183,6 @@ class Trials:
         engine = self.builders[name]([part], [], self.weights)
         row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
         failure = self._installed(engine, part, reference)
-        self.layouts[name] = engine.layouts
         self._table[name] = replace(row, problem=FAILED.format(failure) if failure else "", failed=bool(failure))
         if failure:
             return None
@@ -222,15 +198,14 @@ class Trials:
 
     def _installed(self, engine: LayerEngine, part: PreTrainedModel, reference: torch.Tensor) -> str:
         """Install an engine on a slice. Returns why its logits are not those of the reference."""
-        counts = sorted({*self.thread_counts, *threads.usual_counts()})
         if part is self._read:  # it computes the reference
-            return engine.install(counts, self.report)
+            return engine.install(self.report)
         differs = partial(selftest.deviation, part, reference, exact=self.weights.as_loaded)
-        return install_compared(engine, part, partial(engine.install, counts, self.report), differs)
+        return install_compared(engine, part, partial(engine.install, self.report), differs)
 
     def _steps(self, candidate: _Candidate) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a decode step by number of threads, in ascending order: of all measured layers, and estimated for
-        the whole model. The estimate multiplies the noise of a layer by the number of layers.
+        """By number of threads, in ascending order: seconds of a decode step and a wide pass through all measured
+        layers, and of a decode step of the whole model. That estimate multiplies the noise of a layer by their number.
         """
         measured, steps = dict[int, float](), dict[int, float]()
         for count in self.thread_counts:
@@ -238,7 +213,10 @@ class Trials:
             candidate.engine.set_threads(count)
             samples = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
             seconds = {depth: lower_quartile(times) for depth, times in samples.items()}
-            measured[count], steps[count] = seconds[max(seconds)], self._plan.total(seconds)
+            deepest = candidate.probes[max(seconds)]
+            # A decode step mostly waits for memory, so that one thread may be as fast as several. Wide passes do not.
+            wide = min(self._passes(deepest, min(WIDE, deepest.max_width), WIDE_PASSES))
+            measured[count], steps[count] = seconds[max(seconds)] + wide, self._plan.total(seconds)
             if measured[count] > MORE_THREADS * min(measured.values()):
                 break
         return measured, steps
@@ -328,19 +306,17 @@ def install_compared(
     If a forward pass of its own has other logits, that of transformers over the same kernels may have the right ones.
     """
     failure = install() or differs()
-    if failure and engine.has_other_forward and "lean" not in engine.layouts and "forward" in vars(model):
+    if failure and engine.has_own_forward and "forward" in vars(model):
         engine.remove()
-        engine.layouts["lean"] = 0
+        engine.has_own_forward = False
         failure = install() or differs()
     return failure
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as a reason: its first line that says what happened."""
+    """Return an error as a reason: its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # OpenVINO begins with the lines of its source code.
-    messages = [line for line in lines if not line.startswith(("Exception from ", "Check '"))]
-    return next(iter([*messages, *lines]), type(error).__name__)[:MAX_REASON]
+    return next(iter(lines), type(error).__name__)[:MAX_REASON]
 
 
 def _block_bytes(model: PreTrainedModel) -> int:

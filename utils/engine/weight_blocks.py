@@ -60,22 +60,9 @@ class BlockWeight:
         return sum(part.nbytes for part in parts)
 
 
-def joined(blocks: Sequence[BlockWeight]) -> BlockWeight | None:
-    """Return weights of layers that read the same input as one weight, row below row.
-
-    Returns None if their groups or values differ in form.
-    """
-    first = blocks[0]
-    forms = {(block.group, block.bits, block.values.dtype, block.minimums is None) for block in blocks}
-    if len(forms) > 1:
-        return None
-    minimums = [block.minimums for block in blocks if block.minimums is not None]
-    return replace(
-        first,
-        values=torch.cat([block.values for block in blocks]),
-        scales=torch.cat([block.scales for block in blocks]),
-        minimums=torch.cat(minimums) if minimums else None,
-    )
+def have_one_form(blocks: Sequence[BlockWeight]) -> bool:
+    """Whether weights differ in their values alone, so that they can be one weight, row below row."""
+    return len({(block.group, block.bits, block.values.dtype, block.minimums is None) for block in blocks}) == 1
 
 
 def round_int8(weight: Tensor) -> BlockWeight:

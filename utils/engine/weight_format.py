@@ -117,16 +117,16 @@ def tensor_bytes(parts: Iterable[nn.Module]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The weight of a linear layer. nbytes: as loaded. is_held: in memory. is_tied: also an embedding. is_head: of the
-    output head. is_drafter: of a drafter with weights of its own.
+    """The weight of a linear layer. nbytes: as loaded. stored: in the number format of its file. is_held: in memory.
+    is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
     """
 
     name: str
     count: int
     nbytes: int
+    stored: int
     is_held: bool = False
     is_tied: bool = False
-    is_head: bool = False
     is_drafter: bool = False
 
 
@@ -140,13 +140,6 @@ def decoder_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> 
     return sum(_bytes(matrix, weights) for matrix in _matrices(models))
 
 
-def kernel_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
-    """Return the bytes of all linear weights in PyTorch's kernels, which compute rounded output heads in float32."""
-    matrices = _matrices(models)
-    own = (4 * matrix.count if matrix.is_head else _kernel_bytes(matrix, weights) for matrix in matrices)
-    return sum(matrix.nbytes for matrix in matrices) if weights.as_loaded else sum(own)
-
-
 def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
     """Return the bytes of linear weights in memory that packing frees: all that no embedding needs."""
     return sum(matrix.nbytes for matrix in _matrices(models) if matrix.is_held and not matrix.is_tied)
@@ -157,7 +150,7 @@ def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module
     other = set() if besides is None else {id(weight) for weight in besides.parameters()}
     linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return sum(
-        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes), weights)
+        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, _stored_bytes(part.weight)), weights)
         for name, part in linears
         if part.weight.is_meta and id(part.weight) not in other
     )
@@ -199,30 +192,23 @@ def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
         key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         is_held = weight is None or not weight.is_meta
-        is_head = part is model.get_output_embeddings()
-        is_drafter = model is not models[0]
-        found[key] = _Matrix(name, count, count * size, is_held, id(weight) in tied, is_head, is_drafter)
+        stored = count * size if weight is None else _stored_bytes(weight)
+        found[key] = _Matrix(name, count, count * size, stored, is_held, id(weight) in tied, model is not models[0])
     return [*found.values()]
 
 
 def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
     if weights.as_loaded:
-        return matrix.nbytes
+        return matrix.stored
     weights = weights.for_drafter() if matrix.is_drafter else weights
     bits, group = _block_form(matrix, weights)
     share = (0.5 if bits <= 4 else 1.0) + 8.0 / group if bits else BYTES[weights.format]
     return int(matrix.count * share)
 
 
-def _kernel_bytes(matrix: _Matrix, weights: EngineWeights) -> int:
-    """Integers in groups are held twice: packed, and as a long prefill unpacks them."""
-    if matrix.is_drafter and weights.format == "gguf" and weights.drafter_blocks is None:
-        return matrix.nbytes  # computed as it was loaded
-    weights = weights.for_drafter() if matrix.is_drafter else weights
-    if weights.format not in ("int4", "gguf"):
-        return _bytes(matrix, weights)
-    bits, _ = _block_form(matrix, weights)
-    return int(matrix.count * (1.25 + (1.25 if bits > 4 else 0.625)))
+def _stored_bytes(weight: Tensor) -> int:
+    source = source_of(weight)
+    return weight.nbytes if source is None else weight.numel() * source.itemsize
 
 
 def _block_form(matrix: _Matrix, weights: EngineWeights) -> tuple[int, int]:

@@ -37,13 +37,20 @@ DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a safetensors file: the name of its layer, its key in the file, and the model's number format."""
+    """A tensor of a safetensors file: the name of its layer, its key in the file, the model's number format and that of
+    the file.
+    """
 
     path: Path
     state: str
     name: str
     key: str
     dtype: torch.dtype
+    file_dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return min(self.dtype.itemsize, self.file_dtype.itemsize)
 
     def read(self) -> Tensor:
         # A copy ends the mapping of the file, so that its pages do not count as memory of this process.
@@ -147,7 +154,8 @@ def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
                     part = file.get_slice(key)
                     if key in shapes and (part.get_dtype() not in FORMATS or tuple(part.get_shape()) != shapes[key]):
                         return {}
-                    found[key] = FileTensor(path, state, key.removesuffix(".weight"), key, dtype)
+                    in_file = FORMATS.get(part.get_dtype(), dtype)
+                    found[key] = FileTensor(path, state, key.removesuffix(".weight"), key, dtype, in_file)
     except Exception:  # damaged files, which transformers' loader explains
         return {}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

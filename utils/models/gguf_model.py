@@ -59,6 +59,10 @@ class BlockSource(NamedTuple):
     blocks: GgufBlocks
     name: str
 
+    @property
+    def itemsize(self) -> int:
+        return torch.float32.itemsize
+
     def read(self) -> Tensor:
         return self.blocks[self.name].dense()
 

@@ -25,7 +25,7 @@ class FakeEngine:
     """
 
     promise = BIT_IDENTICAL
-    has_other_forward = False
+    has_own_forward = False
     weights = "float32"
     size = 1000
     trial_fails: Any = ""
@@ -35,7 +35,6 @@ class FakeEngine:
 
     def __init__(self, models: Sequence[Any], *arguments: Any) -> None:
         self.is_whole = vars(models[0]).get("own_id", id(models[0])) == id(models[0])
-        self.layouts: dict[str, int] = {}
 
     def unsupported(self) -> str:
         return ""
@@ -43,7 +42,7 @@ class FakeEngine:
     def need(self) -> int:
         return self.size
 
-    def install(self, thread_counts: Sequence[int], report: Any) -> str:
+    def install(self, report: Any) -> str:
         self._note("install")
         return _outcome(self.fails if self.is_whole else self.trial_fails)
 

@@ -1,7 +1,7 @@
 """A program of its own that measures how much memory a model in files takes at most while an engine starts.
 
-Usage: python peak_memory.py SMALL_FOLDER LARGE_FOLDER ENGINE:FORMAT ... Prints bytes for each pair as JSON: the peak of
-the large model beyond what the process held before, and the weights as the engine holds them. The small model is
+Usage: python peak_memory.py SMALL_FOLDER LARGE_FOLDER FORMAT ... Prints bytes for each format as JSON: the peak of the
+large model beyond what the process held before, and the weights as the engine holds them. The small model is
 computed first, so that libraries, their code and their workspaces are in memory.
 """
 
@@ -27,23 +27,21 @@ def bytes_of(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def started(folder: Path, kind: str, weights: str) -> Engine:
+def started(folder: Path, weights: str) -> Engine:
     """A model whose engine has passed its self-test and computed a text."""
-    # OpenVINO computes bfloat16 models, and the invariant engine float32 models with rounded weights.
-    is_loaded_so = (kind, weights) == ("openvino", "bfloat16")
-    model: Any = loaded(folder, torch.bfloat16 if is_loaded_so else torch.float32)
-    made = Engine([model], weights=EngineWeights("float32" if is_loaded_so else weights))
-    assert made.use(kind, 1).verified
+    model: Any = loaded(folder)
+    made = Engine([model], weights=EngineWeights(weights))
+    assert made.use("invariant", 1).verified
     ModelSession(model).feed([token % 50 for token in range(99)], keep=1)
     return made
 
 
-def measured(folder: Path, kind: str, weights: str) -> dict[str, int]:
+def measured(folder: Path, weights: str) -> dict[str, int]:
     """Bytes of the peak and of the weights."""
     release_memory()
     before = bytes_of("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    made = started(folder, kind, weights)
+    made = started(folder, weights)
     return {"peak": bytes_of("VmHWM") - before, "weights": made.nbytes()}
 
 
@@ -51,13 +49,10 @@ def main() -> None:
     torch.set_num_threads(1)
     selftest.width_dependence = lambda *arguments, **options: ""  # further passes need caches, not weights
     engine.verify_costs = lambda *arguments, **options: (1e-3, ())
-    assert not [name for name in sys.modules if name.startswith("openvino")]
-    small, large, *pairs = sys.argv[1:]
-    cases = [pair.split(":") for pair in pairs]
-    for kind, weights in cases:
-        started(Path(small), kind, weights)
-    assert not [name for name in sys.modules if name.startswith("openvino_telemetry")], "OpenVINO would report itself"
-    found = {f"{kind}:{weights}": measured(Path(large), kind, weights) for kind, weights in cases}
+    small, large, *formats = sys.argv[1:]
+    for weights in formats:
+        started(Path(small), weights)
+    found = {weights: measured(Path(large), weights) for weights in formats}
     sys.stdout.write(json.dumps(found))
 
 

@@ -9,7 +9,7 @@ from fixed_speeds import only_engines, prefer
 from stored_starts import prepared, start
 
 from utils.engine import fingerprint, selftest
-from utils.engine.kernels import PackedKernel
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import ResultFile
 
@@ -36,7 +36,7 @@ def other_source(patch: Patch) -> None:
 CHANGES: dict[str, Callable[[Patch], None]] = {
     "source": other_source,
     "torch": lambda patch: patch.setattr(fingerprint.torch, "__version__", "9.9.9"),
-    "openvino": lambda patch: patch.setattr(fingerprint, "version", lambda package: "9.9.9"),
+    "llvmlite": lambda patch: patch.setattr(fingerprint, "version", lambda package: "9.9.9"),
     "processor": another_processor,
     # A virtual machine may move to a host with the same name of its processor.
     "instructions": lambda patch: patch.setattr(fingerprint, "cpu_features", lambda: ["sse"]),
@@ -88,8 +88,8 @@ def test_a_recheck_that_fails_leads_to_the_whole_test(file: ResultFile, tests: m
 def test_the_recheck_notices_rows_that_depend_on_the_others(file: ResultFile, monkeypatch: Patch) -> None:
     """The machine computes differently from how it did when the result was stored."""
     start(file)
-    product = PackedKernel.product
-    monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * (1 + 1e-6 * (x.shape[-2] > 1)))
+    product = CompiledKernel.__call__
+    monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) > 1)))
     again = start(file)
     assert (again.state.kind, again.state.verified, again.state.tested_on) == ("plain", False, "")
     assert not any(isinstance(part, EngineLinear) for part in again._target.modules())

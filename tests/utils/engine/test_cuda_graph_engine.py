@@ -94,7 +94,7 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
 
     monkeypatch.setattr(FakeRecorder, "__call__", record)
     engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
-    assert f"passes of {12 if width == 17 else width} tokens" in engine.install([1])
+    assert f"passes of {12 if width == 17 else width} tokens" in engine.install()
 
 
 def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,11 @@ from fakes import Screen, checked, open_session, tiny_pair
 from fixed_speeds import prefer
 from logit_paths import assert_bits_of_single_steps
 from tiny import tiny_llama, tiny_mamba, tiny_t5
-from torch import nn
 
 from utils.bounds import ENGINES
 from utils.engine import Engine
-from utils.engine.block_kernels import Int8Kernel
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
-from utils.engine.openvino_engine import unsupported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.repl.runner import Verdict
@@ -53,10 +50,7 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("build", "reason"), UNSUPPORTED)
 def test_unsupported_models_stay_plain_for_a_reason(build: Any, reason: str) -> None:
     engine = Engine([build()])
-    if reason == "eager" and not unsupported("float32"):  # it has an attention of its own
-        assert engine.use("auto", 1).kind in ("plain", "openvino")
-    else:
-        assert engine.use("auto", 1).kind == "plain" and reason in engine.state.reason
+    assert engine.use("auto", 1).kind == "plain" and reason in engine.state.reason
     with pytest.raises(UserError, match=reason):
         engine.use("invariant", 1)
 
@@ -71,22 +65,12 @@ def test_one_layer_engine_replaces_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(model.lm_head.weight, weight) and model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.skipif(bool(unsupported("bfloat16")), reason="OpenVINO does not compute bfloat16 here")
-def test_engines_follow_each_other_where_one_cannot_read_the_layers_of_another() -> None:
-    model = llama(initializer_range=0.1).bfloat16()
-    engine = Engine([model])
-    for name in ("invariant", "openvino", "invariant", "plain"):
-        assert engine.use(name, 1).kind == name
-    assert type(model.lm_head) is nn.Linear and "forward" not in vars(model)
-
-
 def test_int8_weights_cannot_be_taken_back() -> None:
     model = llama()
     engine = Engine([model], weights=EngineWeights("int8"))
     state = engine.use("auto", 1)
     assert (state.kind, state.weights, state.verified) == ("invariant", "int8", True)
     assert_bits_of_single_steps(model, [5 * index % 96 for index in range(70)], Random(3))
-    assert not isinstance(model.lm_head.fused.kernel, Int8Kernel)  # the output head decides the tokens
     with pytest.raises(UserError, match="--engine-weights"):
         engine.use("plain", 1)
     assert engine.state == state

@@ -15,8 +15,8 @@ from sampling import autoregressive_generate, speculative_generate
 from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine, invariant
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.kernels import PackedKernel
 from utils.engine.module_swap import EngineLinear
 from utils.logits_processor import MultinomialProcessor
 
@@ -50,8 +50,8 @@ def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: s
 def test_the_comparison_notices_a_row_that_depends_on_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     Engine([model]).use("invariant", 1)
-    product = PackedKernel.product
-    monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * (1 + 1e-6 * (x.shape[-2] > 1)))
+    product = CompiledKernel.__call__
+    monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) > 1)))
     with pytest.raises(AssertionError):
         assert_bits_of_single_steps(model, list(range(60)), Random(1))
 

@@ -14,9 +14,11 @@ from fake_engines import row, started, whole_llama
 from fixed_speeds import FixedProbe, FixedSpeeds
 from tiny import tiny_llama, tiny_mamba
 
+from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import layer_kinds
 from utils.engine import invariant, trials
 from utils.engine.engine_choice import COMPARED_WIDTHS
+from utils.engine.forward_timing import ForwardProbe
 from utils.engine.invariant import InvariantEngine
 from utils.engine.trials import ENOUGH, MAX_TURNS, MIN_TURNS, Meter, SlicePlan, Trials
 from utils.engine.weight_format import EngineWeights
@@ -134,7 +136,7 @@ def test_trials_leave_the_model_as_it_was(layers: int) -> None:
     model, ids = tiny_llama(num_hidden_layers=layers), torch.tensor([[5, 6, 7]])
     before, names, weights = model(ids).logits, [*vars(model)], [*model.parameters()]
     measured = Trials(model, {"invariant": InvariantEngine}, EngineWeights(), [1])
-    assert measured.run()["invariant"].step_seconds > 0 and measured.layouts["invariant"]
+    assert measured.run()["invariant"].step_seconds > 0
     assert torch.equal(model(ids).logits, before) and model.config._attn_implementation == "sdpa"
     assert [*vars(model)] == names and all(map(torch.Tensor.is_set_to, model.parameters(), weights))
 
@@ -195,5 +197,7 @@ def test_an_engine_whose_lean_forward_is_wrong_is_measured_with_that_of_transfor
 ) -> None:
     read = invariant.read_decoder
     monkeypatch.setattr(invariant, "read_decoder", lambda model: replace(read(model), logit_scale=1.01))
-    measured = Trials(tiny_llama(), {"invariant": InvariantEngine}, EngineWeights(), [1])
-    assert not measured.run()["invariant"].problem and measured.layouts["invariant"]["lean"] == 0
+    forwards: list[Any] = []
+    meter = Meter(probe=lambda part, name: forwards.append(engine_forward(part)) or ForwardProbe(part))  # type: ignore
+    measured = Trials(tiny_llama(), {"invariant": InvariantEngine}, EngineWeights(), [1], meter=meter)
+    assert not measured.run()["invariant"].problem and {*forwards} == {None}

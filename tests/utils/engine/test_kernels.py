@@ -1,59 +1,127 @@
-"""Linear kernels: rows that do not depend on other rows, alone and fused."""
+"""Kernels of linear layers: the form in which weights are held, padded rows, and layers that share an input."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_llama
 from torch import Tensor, nn
 
-from utils.engine import kernels
-from utils.engine.kernels import BlockedKernel, PackedKernel, is_row_invariant
-from utils.engine.module_swap import FusedKernel, by_weight, swap_linears
+from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.kernels import BLOCK_ROWS, BlockedKernel, KnownLayers, compiled_builder
+from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
+from utils.engine.weight_blocks import BlockWeight, round_int4
+from utils.engine.weight_format import EngineWeights
+
+KINDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "uint4", "gguf": "int8"}
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (96, 576), (50, 1536), (33, 4096)])
-def test_packed_kernels_are_row_invariant(shape: tuple[int, int]) -> None:
+def eight_bits(weight: Tensor) -> BlockWeight:
+    """Like Q8_0."""
+    groups = weight.detach().unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1) / 127
+    return BlockWeight((groups / scales[..., None]).round().to(torch.int8).flatten(1), scales, None, 32, 8)
+
+
+def kernels_of(model: nn.Module, weights: EngineWeights) -> dict[str, Any]:
+    """The kernels of a model in a format, by the names of their layers."""
+    swap_linears([model], compiled_builder(weights, KnownLayers.of([model])))
+    return {name: part.fused.kernel for name, part in model.named_modules() if hasattr(part, "fused")}
+
+
+def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_every_format_has_its_kernels_and_leaves_its_weights_behind(name: str) -> None:
+    """Output heads and the last weights of MLPs keep 8 bits."""
+    model = tiny_llama(hidden_size=64)
+    linears = linears_of(model)
+    blocks = {layer: eight_bits(part.weight) for layer, part in linears.items()}
+    if name == "gguf":  # of the values that the model holds
+        for layer, part in linears.items():
+            part.weight.data.copy_(blocks[layer].dense())
+    weights = EngineWeights(name, blocks if name == "gguf" else None)
+    kernels = kernels_of(model, weights)
+    assert kernels.keys() == linears.keys()
+    for layer, kernel in kernels.items():
+        has_8_bits = name == "int4" and layer.endswith(("lm_head", "down_proj"))
+        assert kernel.form.kind == ("int8" if has_8_bits else KINDS[name]), layer
+    ids = torch.arange(1, 13)[None]
+    ours = model(ids).logits
+    restore_linears([model])  # now with rounded weights
+    for layer, part in linears_of(model).items():
+        exact = weights.rounded(layer, linears[layer].weight, is_head=layer == "lm_head")
+        assert part.weight.dtype == torch.float32 and torch.equal(part.weight, exact.float())
+    assert torch.allclose(ours, model(ids).logits, atol=1e-4)
+
+
+def test_values_of_bfloat16_are_held_in_two_bytes() -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape), torch.randn(shape[0])
-    kernel = kernels.packed_kernel_builder([1], {})(weight, bias)
-    assert kernel is not None
-    x = torch.randn(3, 37, shape[1])
-    assert torch.allclose(kernel(x), nn.functional.linear(x, weight, bias), atol=1e-2)
-    assert torch.equal(kernel(x).flatten(0, 1), torch.cat([kernel(row) for row in x.flatten(0, 1).split(1)]))
-    assert torch.equal(kernel.weight(), weight)
+    exact, rounded = torch.randn(32, 64), torch.randn(16, 64).bfloat16().float()
+    almost = torch.cat([rounded, exact[:1]])
+    build = compiled_builder(EngineWeights(), KnownLayers({}, ()))
+    for weight, kind in ((exact, "float32"), (rounded, "bfloat16"), (almost, "float32")):
+        kernel: Any = build([linear(weight)])
+        assert kernel.form.kind == kind and torch.equal(kernel.weight(), weight)
 
 
-def test_a_layer_stays_if_no_packing_is_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_row_invariant", lambda *arguments: False)
-    model = tiny_llama()
-    linears = [part for part in model.modules() if type(part) is nn.Linear]
-    assert swap_linears([model], by_weight(kernels.packed_kernel_builder([1], {}))) == len(linears)
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_parts_add_up_to_the_whole_product(parts: int) -> None:
+@pytest.mark.parametrize("forms", ["equal", "of two kinds", "of two widths"])
+def test_layers_with_the_same_input_are_one_kernel_in_each_form(forms: str) -> None:
     torch.manual_seed(1)
-    weight, bias, x = torch.randn(24, 96), torch.randn(24), torch.randn(5, 96)
-    assert torch.allclose(PackedKernel(weight, bias, parts)(x), x @ weight.T + bias, atol=1e-4)
+    first, second, x = torch.randn(20, 64), torch.randn(7, 64), torch.randn(5, 64)
+    blocks, first_bias = {}, torch.randn(20)
+    if forms == "of two kinds":  # Only one is in the file.
+        blocks = {"first": round_int4(first)}
+    elif forms == "of two widths":
+        blocks = {"first": round_int4(first), "second": eight_bits(second)}
+    weights = [
+        blocks[name].dense() if name in blocks else part for name, part in (("first", first), ("second", second))
+    ]
+    layers = [linear(weights[0], first_bias), linear(weights[1])]
+    names = dict(zip(map(id, layers), ("first", "second"), strict=True))
+    kernel = compiled_builder(EngineWeights("gguf", blocks), KnownLayers(names, ()))(layers)
+    assert type(kernel) is (CompiledKernel if forms == "equal" else JoinedKernels)
+    exact = torch.cat([layer(x) for layer in layers], dim=-1)
+    assert torch.allclose(kernel(x), exact, atol=1e-4) and torch.equal(kernel.weight(), torch.cat(weights))
 
 
-def test_a_kernel_that_depends_on_the_number_of_rows_is_noticed() -> None:
-    weight = torch.randn(16, 32)
-    assert is_row_invariant(BlockedKernel(weight, None), 32, [1])
+def test_blocks_that_are_not_the_weights_of_a_layer_are_not_used() -> None:
+    """A drafter may have layers with the target's names."""
+    model, other = tiny_llama(hidden_size=64), tiny_llama(hidden_size=64, seed=1)
+    blocks = {name: eight_bits(part.weight) for name, part in linears_of(other).items()}
+    weights = EngineWeights("gguf", blocks)
+    layer = "model.layers.0.mlp.up_proj"
+    own = model.get_parameter(f"{layer}.weight")
+    assert torch.equal(weights.form(layer, own, is_head=False), own)  # type: ignore[arg-type]
+    part = blocks[layer].dense()[8:24]
+    assert torch.equal(weights.form(f"{layer}[8:24]", part, is_head=False).dense(), part)  # type: ignore[operator]
+    assert {kernel.form.kind for kernel in kernels_of(model, weights).values()} == {"float32"}
 
-    class Drifting(BlockedKernel):
-        def __call__(self, x: Tensor) -> Tensor:
-            return super().__call__(x) + 1e-6 * (len(x) > 8)
 
-    assert not is_row_invariant(Drifting(weight, None), 32, [1])
+def test_padded_rows_are_those_of_full_blocks() -> None:
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(33, 96).half(), torch.randn(33).half(), torch.randn(2, BLOCK_ROWS + 3, 96).half()
+    kernel = BlockedKernel(weight, bias)
+    assert torch.allclose(kernel(x), nn.functional.linear(x, weight, bias), atol=0.1)
+    assert torch.equal(kernel(x).flatten(0, 1), torch.cat([kernel(row) for row in x.flatten(0, 1).split(1)]))
 
 
 def test_fused_layers_use_their_own_input_and_release_it() -> None:
     torch.manual_seed(3)
     first, second = nn.Linear(8, 4, bias=False), nn.Linear(8, 6, bias=False)
     weight = torch.cat([first.weight, second.weight]).detach()
-    fused = FusedKernel(PackedKernel(weight, None, 1), [4, 6])
+    fused = FusedKernel(CompiledKernel(weight, None), [4, 6])
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     assert torch.allclose(fused.output(x, 0), x @ first.weight.T, atol=1e-5)
     # A different input, although the product with the first one is still there.

@@ -1,5 +1,6 @@
 """The lean forward: hidden states, arguments that are left to transformers, and prefills whatever rows follow."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from utils.decode.engine_forward import MAX_WIDTH, engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine
-from utils.engine.kernels import PackedKernel
+from utils.engine import Engine, lean_decoder
+from utils.engine.compiled_products import CompiledKernel
+from utils.engine.module_swap import EngineLinear
 
 IDS = [(7 * index + 3) % 150 for index in range(120)]
 
@@ -76,9 +78,8 @@ def test_the_prefill_of_a_long_prompt_does_not_depend_on_the_rows_that_follow(ke
 def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
     name: str, length: int, features: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("utils.engine.kernels.PREFILL_SIZES", (24, 48))
+    monkeypatch.setattr(lean_decoder, "PREFILL_ROWS", 48)
     lean, context = lean_model(name), IDS[:length] + [9, 8]
-    monkeypatch.setattr(vars(engine_forward(lean))["_segments"], "prefill_rows", (24, 48))
     own, other = (ModelSession(model, features=features) for model in (lean, tiny_model(name)))
     rows = [context, context[::-1]]
     found, expected = (session.feed_rows(rows, keep=2) for session in (own, other))
@@ -98,15 +99,26 @@ def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_products_alone_are_those_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, used = lean_model(), []
-    session, product = ModelSession(model), PackedKernel.product
+    model, used = lean_model("gemma3_text"), []
+    forward, jobs = engine_forward(model), CompiledKernel.jobs
+    session = ModelSession(model)
     session.feed(IDS[:20], keep=1)
-    monkeypatch.setattr(PackedKernel, "product", lambda self, x: used.append((id(self), len(x))) or product(self, x))
-    session.feed(IDS[:21], keep=1)
-    step = used.copy()
-    used.clear()
-    engine_forward(model).run_products()
-    assert used and used == step
+    monkeypatch.setattr(
+        CompiledKernel, "jobs", lambda self, x, out, rows: used.append((self, rows)) or jobs(self, x, out, rows)
+    )
+
+    def products(run: Callable[[], Any]) -> list[tuple[CompiledKernel, int]]:
+        """Those whose jobs a pass makes: none of an earlier pass is known."""
+        forward._programs.clear()
+        for kernel in kernels:
+            kernel._calls.clear()
+        used.clear()
+        run()
+        return used.copy()
+
+    kernels = {part.fused.kernel for part in model.modules() if isinstance(part, EngineLinear)}
+    step = products(lambda: session.feed(IDS[:21], keep=1))
+    assert {*step} == {(kernel, 1) for kernel in kernels} and products(forward.run_products) == step
 
 
 def test_a_cut_has_a_forward_pass_of_its_own() -> None:

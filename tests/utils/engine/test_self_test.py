@@ -1,5 +1,7 @@
 """The engine's self-test: which errors it notices, what it tests, and when it runs again."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from tiny import tiny_llama
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
-from utils.engine import Engine, attention, invariant, selftest
-from utils.engine.kernels import PackedKernel
+from utils.engine import Engine, attention, compiled_products, invariant, selftest
+from utils.engine.compiled_decoder import Program
+from utils.engine.compiled_products import CompiledKernel
+from utils.engine.machine_code import Code
 from utils.engine.module_swap import EngineLinear
-from utils.engine.row_attention import HeadShape, RowAttention, chosen_attention
-from utils.engine.torch_segments import TorchSegments
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.repl.runner import Verdict
@@ -29,42 +31,48 @@ def _invariant_is_fastest() -> None:
     prefer("invariant")
 
 
+@pytest.fixture(autouse=True)
+def _own_machine_code() -> Iterator[None]:
+    """Functions that a test has broken are generated anew for the next one."""
+    compiled_products._functions.cache_clear()
+    yield
+    compiled_products._functions.cache_clear()
+
+
 def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an error that shows only at one verify width, or in every logit ("scale")."""
-    product, join = PackedKernel.product, torch.cat
-    logits, attend = TorchSegments.logits, RowAttention.attend
+    product, tile, join = CompiledKernel.__call__, compiled_products._tile_function, torch.cat
+    add_attention = Program._add_attention
     if part == "head":
-        monkeypatch.setattr(
-            TorchSegments,
-            "logits",
-            lambda self, x: logits(self, x) * (1 + 1e-6 * (len(x) == 6)),
-        )
-    elif part == "rows":
-        monkeypatch.setattr(
-            RowAttention,
-            "attend",
-            lambda self, query, *rest, prefill: (
-                attend(self, query, *rest, prefill=prefill) * (1 + 1e-6 * (len(query) == 7))
-            ),
-        )
-    elif part == "linear":  # only with a batch dimension, so that the tests of single kernels pass
-        monkeypatch.setattr(
-            PackedKernel,
-            "product",
-            lambda self, x: product(self, x) * (1 + 1e-6 * (x.dim() == 3 and x.shape[1] == 6)),
-        )
+        monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
+    elif part == "products":  # machine code for six rows that rounds twice where others round once
+
+        def odd_tile(module: Any, form: Any, rows: int, *rest: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if rows == 6:
+                    patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
+                return tile(module, form, rows, *rest)
+
+        monkeypatch.setattr(compiled_products, "_tile_function", odd_tile)
+    elif part == "layers":  # attention of machine code
+
+        def add_odd(self: Program, layer: Any) -> None:
+            add_attention(self, replace(layer, scaling=layer.scaling * (1 + 1e-6 * (self._count == 7))))
+
+        monkeypatch.setattr(Program, "_add_attention", add_odd)
     elif part == "attention":
         monkeypatch.setattr(
             attention.torch, "cat", lambda rows, dim=0: join(rows, dim) * (1 + 1e-6 * (dim == 1 and len(rows) == 7))
         )
     else:
-        monkeypatch.setattr(PackedKernel, "product", lambda self, x: product(self, x) * 1.01)
+        monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * 1.01)
 
 
 ERRORS = [
     ("head", r"\b6 tokens", True),
-    ("rows", r"\b7 tokens", True),
-    ("linear", r"\b6 tokens", False),
+    ("products", r"\b6 tokens", True),
+    ("products", r"\b6 tokens", False),
+    ("layers", r"\b7 tokens", True),
     ("attention", r"\b7 tokens", False),
     ("scale", selftest.DIFFERENT_LOGITS, True),
 ]
@@ -73,7 +81,6 @@ ERRORS = [
 @pytest.mark.parametrize(("part", "reason", "lean"), ERRORS)
 def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     only_engines(monkeypatch, "plain", "invariant")
-    chosen_attention(HeadShape(4, 2, 8, 8**-0.5))  # before rows are broken
     break_rows(part, monkeypatch)
     if not lean:  # transformers' forward over the same kernels
         monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
@@ -116,7 +123,7 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
     model, texts = llama(num_hidden_layers=3), list[str]()
     engine = invariant.InvariantEngine([model], [], EngineWeights())
     engine.set_threads(1)
-    assert engine.install([1]) == ""
+    assert engine.install() == ""
     assert selftest.width_dependence(model, 1, complete=complete, report=texts.append) == ""
     every = [f"testing the engine: a verify pass of {width} tokens, 1 thread" for width in range(2, MAX_WIDTH + 1)]
     few = [every[width - 2] for width in (selftest.WIDTHS if complete else selftest.START_WIDTHS)]
@@ -130,11 +137,10 @@ def test_logits_of_the_first_layers_are_compared_with_transformers(wrong: str, m
     target, drafter = llama(), llama(seed=1)
     install = invariant.swap_linears
 
-    def broken(models: Any, *arguments: Any) -> int:
-        left = install(models, *arguments)
+    def broken(models: Any, *arguments: Any) -> None:
+        install(models, *arguments)
         norm = (target if wrong == "target" else drafter).model.layers[1].post_attention_layernorm
         norm.weight = torch.nn.Parameter(norm.weight * 1.01, requires_grad=False)
-        return left
 
     monkeypatch.setattr(invariant, "swap_linears", broken)
     monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
@@ -144,12 +150,12 @@ def test_logits_of_the_first_layers_are_compared_with_transformers(wrong: str, m
 
 @pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1.3, False)])
 def test_rounded_weights_may_differ_a_little_from_the_reference(factor: float, accepted: bool) -> None:
-    """Kernels for rounded weights round their inputs as well. A wrong weight changes far more."""
+    """A wrong weight changes far more."""
     model, weights = llama(hidden_size=64), EngineWeights("int8")
     reference = selftest.Reference.of(model, weights)
     engine = invariant.InvariantEngine([model], [], weights)
-    assert engine.install([1]) == ""
-    model.model.layers[0].mlp.down_proj.fused.kernel._scale.mul_(factor)
+    assert engine.install() == ""
+    model.model.layers[0].mlp.down_proj.fused.kernel._scales.mul_(factor)
     assert (reference.difference(model) == "") is accepted
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from fake_engines import events, row, started
 from fixed_speeds import only_engines, prefer
 from stored_starts import edit, only_entry, start
@@ -111,7 +110,7 @@ def test_a_damaged_or_foreign_file_counts_as_absent_and_is_replaced(content: byt
 
 @pytest.mark.parametrize(
     ("change", "signed"),
-    [({"layouts": {}}, False), ({"threads": 2}, False), ({"unknown": 1}, True), ({"table": 3}, True)],
+    [({"costs": []}, False), ({"threads": 2}, False), ({"unknown": 1}, True), ({"table": 3}, True)],
 )
 def test_a_damaged_entry_counts_as_absent(change: Any, signed: bool, file: ResultFile, tests: mock.Mock) -> None:
     """Also a valid value that is not the one that was written."""
@@ -119,17 +118,6 @@ def test_a_damaged_entry_counts_as_absent(change: Any, signed: bool, file: Resul
     edit(file, change, signed=signed)
     assert not start(file).state.tested_on and tests.call_count == 2
     assert only_entry(file)["kind"] == "invariant" and only_entry(file)["threads"] == 1
-
-
-@pytest.mark.parametrize("layouts", [{}, {"32x32": 0}, {"96x32": 7}, {"96x32": 1024}, {"not a shape": 1}])
-def test_layouts_that_do_not_fit_give_no_wrong_guarantee(layouts: dict[str, int], file: ResultFile) -> None:
-    first, context = start(file), torch.tensor([[5 * index % 96 for index in range(20)]])
-    logits = first._target(context).logits
-    own = only_entry(file)["layouts"]
-    edit(file, {"layouts": own | {"invariant": own["invariant"] | layouts if layouts else {}}})
-    again = start(file)
-    assert again.state.verified
-    assert torch.allclose(again._target(context).logits, logits, atol=1e-4)
 
 
 def test_a_number_of_threads_that_was_not_tested_is_not_verified(file: ResultFile) -> None:

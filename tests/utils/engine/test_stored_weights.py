@@ -18,7 +18,6 @@ from utils.decode.model_session import ModelSession
 from utils.engine import Engine
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.layer_engine import unreported
-from utils.engine.openvino_engine import unsupported
 from utils.engine.stored_results import ResultFile
 from utils.engine.stored_weights import fill, in_files, release, source_of
 from utils.engine.weight_blocks import BlockWeight
@@ -27,9 +26,6 @@ from utils.errors import UserError
 from utils.pairs.pair import Pair
 
 CONTEXT = [5 * index % 96 for index in range(90)]
-NEEDS_OPENVINO = pytest.mark.skipif(bool(unsupported("float32")), reason="OpenVINO is not installed")
-NEEDS_INTEGERS = pytest.mark.skipif(bool(unsupported("int8")), reason="OpenVINO does not compute int8 here")
-NEEDS_BFLOAT16 = pytest.mark.skipif(bool(unsupported("bfloat16")), reason="OpenVINO does not compute bfloat16 here")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +37,7 @@ def _one_thread() -> None:
 def computed(model: Any, engine: str, weights: EngineWeights) -> torch.Tensor:
     """Logits of a prefill, decode steps and a verify pass."""
     row = LAYER_ENGINES[engine].build([model], [], weights)
-    assert row.unsupported() == "" and row.install([1], unreported) == ""
+    assert row.unsupported() == "" and row.install(unreported) == ""
     session = ModelSession(model)
     ends = [(80, 2), (81, 1), (90, 9)]
     logits = torch.cat([session.feed(CONTEXT[:end], keep=keep) for end, keep in ends])
@@ -59,12 +55,7 @@ CASES = [
     ("invariant", UNTIED, "float32", torch.bfloat16),
     ("invariant", FUSED, "int8", torch.float32),
     ("invariant", UNTIED, "int4", torch.float32),
-    pytest.param("openvino", FUSED, "float32", torch.float32, marks=NEEDS_OPENVINO),
-    pytest.param("openvino", TIED, "float32", torch.float32, marks=NEEDS_OPENVINO),
-    pytest.param("openvino", TIED, "float32", torch.bfloat16, marks=NEEDS_BFLOAT16),
-    pytest.param("openvino", FUSED, "float32", torch.bfloat16, marks=NEEDS_BFLOAT16),
-    pytest.param("openvino", FUSED, "int8", torch.float32, marks=NEEDS_INTEGERS),
-    pytest.param("openvino", UNTIED, "int4", torch.float32, marks=NEEDS_INTEGERS),
+    ("invariant", UNTIED, "bfloat16", torch.float32),
 ]
 
 
@@ -127,10 +118,11 @@ def test_engines_say_how_much_memory_they_need_for_weights_in_files(tmp_path: Pa
     linears = {id(part.weight): part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear)}
     stored, total = from_files(tmp_path, model), sum(linears.values())
     head = model.lm_head.weight.nbytes  # which is in memory
-    rows = [("plain", "float32"), ("invariant", "float32"), ("openvino", "float32"), ("openvino", "int8")]
+    rows = [("plain", "float32"), ("invariant", "float32"), ("invariant", "bfloat16"), ("invariant", "int8")]
     needs = {(name, kind): LAYER_ENGINES[name].build([stored], [], EngineWeights(kind)).need() for name, kind in rows}
     assert needs["plain", "float32"] == needs["invariant", "float32"] == total - head
-    assert needs["openvino", "float32"] == total and needs["openvino", "int8"] == pytest.approx(total / 4, rel=0.02)
+    assert needs["invariant", "bfloat16"] == total / 2 - head
+    assert needs["invariant", "int8"] == pytest.approx(total / 4 - head, rel=0.05)
 
 
 def change(path: Path) -> None:
@@ -143,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [change, remove])
-@pytest.mark.parametrize("engine", ["plain", "invariant", pytest.param("openvino", marks=NEEDS_OPENVINO)])
+@pytest.mark.parametrize("engine", ["plain", "invariant"])
 def test_a_file_that_changed_after_loading_is_an_error(engine: str, what: Any, tmp_path: Path) -> None:
     model = from_files(tmp_path, tiny_llama(vocab_size=96))
     started = Engine([model])
@@ -166,22 +158,21 @@ def logits(pair: Pair) -> torch.Tensor:
     return ModelSession(pair.target).feed(CONTEXT[:20], keep=3)
 
 
-@pytest.mark.parametrize("kind", ["invariant", pytest.param("openvino", marks=NEEDS_INTEGERS)])
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_weights_that_were_overwritten_in_place_are_those_of_the_next_start(
-    kind: str, weights: str, tmp_path: Path, file: ResultFile, own_cache: Path
+    weights: str, tmp_path: Path, file: ResultFile, own_cache: Path
 ) -> None:
     """Results that were stored for the former weights are not used. A head is negated: many digests do not see that."""
     folder = save_folder(tmp_path / "model", tiny_llama(vocab_size=300), tiny_tokenizer())
-    first = logits(started(folder, file, kind, weights))
-    again = started(folder, file, kind, weights)
+    first = logits(started(folder, file, "invariant", weights))
+    again = started(folder, file, "invariant", weights)
     assert again.engine.state.tested_on and torch.equal(logits(again), first)
     change(folder / "model.safetensors")
-    changed = started(folder, file, kind, weights)
+    changed = started(folder, file, "invariant", weights)
     model = tiny_llama(vocab_size=300)
     model.model.layers[1].self_attn.o_proj.weight.data.neg_()
-    engine = LAYER_ENGINES[kind].build([model], [], EngineWeights(weights))
-    assert engine.install([1], unreported) == ""
+    engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(weights))
+    assert engine.install(unreported) == ""
     expected = ModelSession(model).feed(CONTEXT[:20], keep=3)
     assert torch.equal(logits(changed), expected) and not torch.allclose(expected, first, atol=1e-2)
     assert not changed.engine.state.tested_on

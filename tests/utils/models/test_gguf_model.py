@@ -13,17 +13,12 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from torch import nn
 
-from utils.engine.openvino_engine import unsupported
 from utils.engine.selftest import prefill_logits
 from utils.models import checkpoints, gguf_blocks, gguf_model
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
 
 PARTS = ("_proj", "embed_tokens")
-ENGINES = [
-    "invariant",
-    pytest.param("openvino", marks=pytest.mark.skipif(bool(unsupported("gguf")), reason="openvino cannot run here")),
-]
 
 
 @pytest.fixture
@@ -48,10 +43,9 @@ def without_data(model: nn.Module) -> set[str]:
     return {name for name, part in model.named_parameters() if part.is_meta}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
 def test_logits_have_the_bits_of_the_unpacked_model(
-    kind: str, engine: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path / "tiny.gguf", kind)
     unpacked = load_unpacked(file, "layers:1", monkeypatch)
@@ -61,7 +55,7 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     linears = {name for name, part in pair.target.named_modules() if isinstance(part, nn.Linear)} - {"lm_head"}
     assert linears and without_data(pair.target) == {f"{name}.weight" for name in linears}
     for one in (pair, unpacked):
-        assert one.engine.use(engine, 1).kind == engine
+        assert one.engine.use("invariant", 1).kind == "invariant"
     assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
     assert torch.equal(prefill_logits(pair.drafter), prefill_logits(unpacked.drafter))
     assert pair.engine.nbytes() == unpacked.engine.nbytes()
@@ -88,12 +82,11 @@ def test_no_float32_copy_of_a_weight_is_alive(file: Path, monkeypatch: pytest.Mo
     weights = [unpacked[name].detach() for name, part in pair.target.named_parameters() if part.is_meta]
     before = live_tensors()  # of other tests; the list keeps their identities from being reused
     known = set(map(id, before))
-    for engine in ("invariant", *([] if unsupported("gguf") else ["openvino"])):
-        pair.engine.use(engine, 1)
-        alive = [item for item in live_tensors() if id(item) not in known and not item.is_meta]
-        # By value: buffers of activations may have the shape of a weight.
-        plain = [item for item in alive if item.dtype is torch.float32 and item.layout is torch.strided]
-        assert not [item for item in plain for weight in weights if torch.equal(item, weight)]
+    pair.engine.use("invariant", 1)
+    alive = [item for item in live_tensors() if id(item) not in known and not item.is_meta]
+    # By value: buffers of activations may have the shape of a weight.
+    plain = [item for item in alive if item.dtype is torch.float32 and item.layout is torch.strided]
+    assert not [item for item in plain for weight in weights if torch.equal(item, weight)]
 
 
 def live_tensors() -> list[torch.Tensor]:
@@ -177,18 +170,15 @@ def test_a_cache_that_cannot_be_written_is_named(file: Path, own_cache: Path) ->
 
 @pytest.mark.full
 @pytest.mark.usefixtures("real_embedded_model")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_embedded_target_has_the_bits_of_its_unpacked_weights(
-    engine: str,
-) -> None:
+def test_the_embedded_target_has_the_bits_of_its_unpacked_weights() -> None:
     text = "On 24 December 1984 it cost $1,299."
     pair = load("embedded", "head", engine_weights="gguf")
-    pair.engine.use(engine, 1)
+    pair.engine.use("invariant", 1)
     logits, ids = prefill_logits(pair.target), pair.tokenizer(text).input_ids
     plain = load("embedded", "head")  # from its float32 folder
     blocks = gguf_blocks.GgufBlocks(loading.embedded_gguf(print), plain.target)
     unpacked = loading._engine(plain.target, plain.drafter, loading.EngineWeights("gguf", blocks), "")
-    unpacked.use(engine, 1)
+    unpacked.use("invariant", 1)
     assert torch.equal(prefill_logits(plain.target), logits)
     assert plain.tokenizer(text).input_ids == ids
     assert plain.tokenizer.backend_tokenizer.to_str() == pair.tokenizer.backend_tokenizer.to_str()

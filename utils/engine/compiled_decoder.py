@@ -1,0 +1,211 @@
+"""All layers of a decoder as one list of jobs in machine code, for one number of rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from utils.engine import compiled_layers as layers
+from utils.engine.compiled_layers import attention_function, row_function
+from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.machine_code import WORKERS, job_list, words
+from utils.engine.module_swap import EngineLinear
+
+Product = CompiledKernel | JoinedKernels
+MIN_ITEMS = 8  # of attention, so that several threads have equal shares
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProducts:
+    """The products of one layer. qkv, gate_up: of fused weights, in this order."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+
+
+class Program:
+    """The layers for rows (batch * count). Buffers are overwritten by the next run.
+
+    states: (layers + 1, rows, hidden), the input of each layer and the output of the last one. normed: of the last
+    one, (rows, hidden).
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, products: Sequence[LayerProducts], batch: int, count: int, *, keeps: bool
+    ) -> None:
+        self._spec, self._batch, self._count, rows = spec, batch, count, batch * count
+        widest = max((_width(part) for layer in products for part in (layer.output, layer.down)), default=1)
+        self._heads = spec.heads + 2 * spec.kv_heads
+        self.states = torch.empty(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
+        self.normed, self._hidden = torch.empty(2, rows, spec.hidden_size)
+        self.qkv = torch.empty(rows, max((_width(layer.qkv) for layer in products), default=1))
+        self.attended = torch.empty(rows, spec.heads * spec.head_dim)
+        self._change = torch.empty(rows, widest)
+        self._gates = torch.empty(rows, max((_width(layer.gate_up) for layer in products), default=1))
+        self._mixed = torch.empty(rows, max((layer.down.inputs for layer in products), default=1))
+        self.tables = [torch.empty(2, rows, spec.rotary_dim) for _ in spec.ropes]
+        self._jobs: list[tuple[int, Any, int]] = []
+        self._kept: list[Any] = []
+        self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
+        self._attention: list[tuple[int, int]] = []  # first and last (exclusive) job of each attention
+        for index, (layer, own) in enumerate(zip(spec.layers, products, strict=True)):
+            self._add_layer(index, layer, own)
+        self._norm(spec.final_norm, self.states[-1], self.normed)
+        self._list, _ = job_list(self._jobs)
+        self._width = 24  # bytes of a job
+
+    def bind(self, layer: int, keys: Tensor, values: Tensor, past: int) -> None:
+        """Let a layer use a cache (batch, groups, capacity, D) with room for the new rows after `past` positions."""
+        start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
+        for store, attend in self._caches[layer]:
+            store[3], store[4], store[5], store[8] = start, other, stride, past
+            attend[2], attend[3], attend[4], attend[8] = start, other, stride, past
+            start, other = start + step, other + step
+
+    def run(self) -> None:
+        """Compute all layers."""
+        WORKERS.run(self._list, len(self._jobs))
+
+    def run_with(self, attend: Callable[[int], None], *, every: bool) -> None:
+        """Compute all layers with another attention, which writes `attended`. every: also what follows the last one."""
+        position = 0
+        for index, (first, last) in enumerate(self._attention):
+            self._run(position, first)
+            if not every and index + 1 == len(self._attention):
+                return
+            attend(index)
+            position = last
+        self._run(position, len(self._jobs))
+
+    def _run(self, first: int, last: int) -> None:
+        part = (type(self._list)._type_ * (3 * (last - first))).from_buffer(self._list, self._width * first)
+        WORKERS.run(part, last - first)
+
+    def _add(self, name: str, kinds: Any, rows: int, **values: Any) -> None:
+        self._jobs.append((row_function(name), words(kinds, **values), rows))
+
+    def _add_layer(self, index: int, layer: LayerSpec, own: LayerProducts) -> None:
+        spec, rows = self._spec, self._batch * self._count
+        x = self.states[min(index, len(self.states) - 1)]
+        after = self.states[min(index + 1, len(self.states) - 1)]
+        self._product(own.qkv, self._norm(layer.input_norm, x, self._hidden), self.qkv)
+        for norm, first, heads in ((layer.query_norm, 0, spec.heads), (layer.key_norm, spec.heads, spec.kv_heads)):
+            self._head_norm(norm, first, heads)
+        if layer.rope is not None:
+            cos, sin = self.tables[layer.rope]
+            self._add(
+                "rotate", layers.ROTATE, rows, x=self.qkv, x_stride=self.qkv.shape[1], heads=spec.heads + spec.kv_heads,
+                size=spec.head_dim, half=spec.rotary_dim // 2, cos=cos, sin=sin,
+            )  # fmt: skip
+        self._add_attention(layer)
+        self._product(own.output, self.attended, self._change)
+        change, stride = self._output_norm(layer.attention_output_norm)
+        name = "add_in_place" if after is x or after.data_ptr() == x.data_ptr() else "add"
+        self._add_change(name, x, after, change=change, stride=stride, scale=layer.residual_scale)
+        self._product(own.gate_up, self._norm(layer.mlp_norm, after, self._hidden), self._gates)
+        gates, size = self._gates, own.down.inputs
+        name = f"gate_{layer.activation}"
+        self._add(name, layers.GATE, rows, x=gates, x_stride=gates.shape[1], out=self._mixed, size=size)
+        self._product(own.down, self._mixed, self._change)
+        change, stride = self._output_norm(layer.mlp_output_norm)
+        self._add_change("add_in_place", after, after, change=change, stride=stride, scale=layer.residual_scale)
+
+    def _add_change(self, name: str, x: Tensor, out: Tensor, *, change: Tensor, stride: int, scale: float) -> None:
+        size = self._spec.hidden_size
+        self._add(
+            name, layers.ADD, len(x), x=x, out=out, change=change, change_stride=stride, size=size, scale=scale
+        )  # fmt: skip
+
+    def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
+        column, rows = 0, self._batch * self._count
+        for kernel in product.kernels if isinstance(product, JoinedKernels) else [product]:
+            jobs, kept = kernel.jobs(x, out[:, column:], rows)
+            self._jobs += jobs
+            self._kept.append(kept)
+            column += kernel.outputs
+
+    def _norm(self, norm: Norm | None, x: Tensor, out: Tensor) -> Tensor:
+        """The tensor that holds the norm of x."""
+        if norm is None:
+            return x
+        weight = norm.weight.float().contiguous()
+        self._kept.append(weight)
+        size = self._spec.hidden_size
+        self._add(
+            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, size=size, eps=norm.eps
+        )
+        return out
+
+    def _output_norm(self, norm: Norm | None) -> tuple[Tensor, int]:
+        """What is added to x, and its stride."""
+        if norm is None:
+            return self._change, self._change.stride(0)
+        return self._norm(norm, self._change, self._hidden), self._spec.hidden_size
+
+    def _head_norm(self, norm: Norm | None, first: int, heads: int) -> None:
+        if norm is None:
+            return
+        size, weight = self._spec.head_dim, norm.weight.float().contiguous()
+        self._kept.append(weight)
+        parts = heads if weight.numel() == size else 1  # a weight for each head, or one for all heads together
+        self._add(
+            "head_norm", layers.HEAD_NORM, len(self.qkv), x=self.qkv[:, first * size :], x_stride=self.qkv.shape[1],
+            weight=weight, heads=parts, size=heads * size // parts, eps=norm.eps,
+        )  # fmt: skip
+
+    def _add_attention(self, layer: LayerSpec) -> None:
+        spec, width = self._spec, self.qkv.shape[1]
+        repeats, caches, attends = spec.heads // spec.kv_heads, [], []
+        queries = self._count * repeats
+        parts = min(queries, -(-MIN_ITEMS // spec.kv_heads))
+        for sequence in range(self._batch):
+            own = slice(sequence * self._count, (sequence + 1) * self._count)
+            qkv = self.qkv[own]
+            store = words(
+                layers.STORE, x=qkv, x_stride=width, first=spec.heads * spec.head_dim, groups=spec.kv_heads,
+                size=spec.head_dim,
+            )  # fmt: skip
+            attend = words(
+                layers.ATTENTION, query=qkv, query_stride=width, out=self.attended[own], heads=spec.heads,
+                repeats=repeats, window=layer.window or 0, queries=queries, parts=parts, scaling=layer.scaling,
+            )  # fmt: skip
+            self._jobs.append((row_function("store"), store, self._count))
+            attends.append((attention_function(spec.head_dim), attend, spec.kv_heads * parts))
+            caches.append((store, attend))
+        self._attention.append((len(self._jobs), len(self._jobs) + len(attends)))
+        self._jobs += attends
+        self._caches.append(caches)
+
+
+def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:
+    """The products of each layer and of the output head of a model whose linear layers are compiled kernels."""
+    layers = [
+        LayerProducts(
+            _product(model, layer.query, layer.key, layer.value),
+            _product(model, layer.output),
+            _product(model, layer.gate, layer.up),
+            _product(model, layer.down),
+        )
+        for layer in spec.layers
+    ]
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of a PreTrainedModel
+    return layers, head.fused.kernel
+
+
+def _product(model: nn.Module, *linears: Linear) -> Product:
+    """One product for layers that read the same input. Fused parameters and fused kernels are one product already."""
+    modules = dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears)
+    kernels = [*dict.fromkeys(cast(EngineLinear, module).fused.kernel for module in modules)]
+    return cast(Product, kernels[0]) if len(kernels) == 1 else JoinedKernels(cast(list[CompiledKernel], kernels))
+
+
+def _width(product: Product) -> int:
+    """Columns that a product writes, those of its last block included."""
+    if isinstance(product, CompiledKernel):
+        return product.width
+    return sum(kernel.outputs for kernel in product.kernels[:-1]) + product.kernels[-1].width

@@ -1,0 +1,457 @@
+"""Products with packed weights in machine code.
+
+A weight (N, K) is stored in blocks of LANES outputs. For each input in turn, one value of every output of a block is
+multiplied with the inputs of all rows and added to their sums. So the weights are read once for all rows, and every
+sum is formed in the order of the inputs: its bits depend neither on the number of rows nor on the number of threads.
+The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
+Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+from torch.nn.functional import pad
+
+from utils.engine.machine_code import (
+    BYTE,
+    FLOAT,
+    INT,
+    POINTER,
+    WORKERS,
+    Code,
+    compiled,
+    has_feature,
+    job_list,
+    new_function,
+    read_words,
+    words,
+)
+from utils.engine.weight_blocks import BlockWeight
+
+_AHEAD = 2048  # bytes that are asked for early, where a single block does not keep memory busy
+LANES = 16  # outputs of a block
+_CALLS = 32  # numbers of rows whose jobs are kept
+ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
+_PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
+_TILE_ARGUMENTS = {
+    "x": POINTER,  # (rows, K), prepared for the form
+    "values": POINTER,
+    "scales": POINTER,
+    "minimums": POINTER,
+    "bias": POINTER,
+    "sums": POINTER,  # of the inputs of each group: (rows, K / group)
+    "out": POINTER,
+    "out_stride": INT,
+    "groups": INT,
+}
+_ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
+IN_WORD = 8  # values of 4 bits, of adjacent inputs
+
+
+_X, _INPUTS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "out"))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How values are stored. kind: a key of _PACKED_BYTES. inputs: K. group: inputs that share a scale, 0 without
+    scales.
+    """
+
+    kind: str
+    inputs: int
+    group: int = 0
+    has_minimums: bool = False
+    has_bias: bool = False
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether inputs are prepared before products."""
+        return self.has_minimums or self.kind == "uint4"
+
+
+def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
+    return code.load(pointer, typ=ir.VectorType(kind, LANES), align=1)
+
+
+def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
+    """The values of one input, or those of IN_WORD inputs in 4 bits."""
+    kinds = {"float32": FLOAT, "bfloat16": ir.IntType(16), "uint4": ir.IntType(32)}
+    return _vector(code, pointer, kinds.get(form.kind, BYTE))
+
+
+def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.Value:
+    """The values of one input as float32. In 4 bits value i of a word is times 16^i, because it stays where it is;
+    `_scales_of_word` are the inverses for the inputs.
+    """
+    floats, words = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
+    if form.kind == "float32":
+        return packed
+    if form.kind == "bfloat16":
+        return code.bitcast(code.shl(code.zext(packed, words), ir.Constant(words, [16] * LANES)), floats)
+    if form.kind == "uint4":
+        if place == IN_WORD - 1:  # shifted, so that the sign stays zero
+            packed, place = code.lshr(packed, ir.Constant(words, [4] * LANES)), place - 1
+        packed = code.and_(packed, ir.Constant(words, [15 << 4 * place] * LANES))
+    return code.uitofp(packed, floats) if form.kind == "uint8" else code.sitofp(packed, floats)
+
+
+def _scales_of_word() -> list[float]:
+    """What inputs are multiplied with before they meet the values of 4 bits. Powers of two change no bits."""
+    return [16.0 ** -min(place, IN_WORD - 2) for place in range(IN_WORD)]
+
+
+def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int = 1) -> ir.Function:
+    """The product of some rows with the outputs of adjacent blocks. Pointers are those of the first row and output."""
+    code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
+    code.function.linkage = "internal"
+    for argument in arguments:
+        if argument.type == POINTER:
+            argument.add_attribute("noalias")
+    given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
+    own = [_of_block(code, form, given, INT(block)) for block in range(blocks)]
+    zeros = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
+    inputs = [code.at(given["x"], INT(row * form.inputs)) for row in range(rows)]
+    size = form.group or form.inputs
+    at_once = IN_WORD if form.kind == "uint4" else 1
+    stride = int(LANES * at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
+
+    def group_sums(group: ir.Value) -> list[ir.Value]:
+        offset, position = code.mul(group, INT(size // at_once * stride)), code.mul(group, INT(size))
+        starts = [code.at(part["values"], offset, BYTE) for part in own]
+        rows_of_group = [code.at(pointer, position) for pointer in inputs]
+
+        def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
+            packed = [_packed(code, form, code.at(start, step, BYTE)) for start in starts]
+            if rows > 2:
+                ahead = INT(_AHEAD // 2 if form.kind == "float32" else _AHEAD)
+                code.prefetch(code.at(starts[0], code.add(step, ahead), BYTE))
+            for each in range(at_once):
+                values = [_unpacked(code, form, part, each) for part in packed]
+                for row, pointer in enumerate(rows_of_group):
+                    x = code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4)
+                    x = code.splat(x, LANES)
+                    for block in range(blocks):
+                        place = block * rows + row
+                        sums[place] = code.multiply_add(x, values[block], sums[place])
+            return sums
+
+        return code.repeat(INT(size), [zeros] * (rows * blocks), add, step=at_once)
+
+    def add_group(group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        sums, position = group_sums(group), code.mul(group, INT(LANES))
+        for block, part in enumerate(own):
+            scale = _vector(code, code.at(part["scales"], position), FLOAT)
+            minimum = _vector(code, code.at(part["minimums"], position), FLOAT) if form.has_minimums else None
+            for row in range(rows):
+                place = block * rows + row
+                totals[place] = code.multiply_add(sums[place], scale, totals[place])
+                if minimum is not None:
+                    index = code.add(group, code.mul(given["groups"], INT(row)))
+                    total = code.load(code.at(given["sums"], index), typ=FLOAT, align=4)
+                    totals[place] = code.multiply_add(code.splat(total, LANES), minimum, totals[place])
+        return totals
+
+    zero_totals = [zeros] * (rows * blocks)
+    totals = code.repeat(given["groups"], zero_totals, add_group) if form.group else group_sums(INT(0))
+    for block, part in enumerate(own):
+        bias = _vector(code, part["bias"], FLOAT) if form.has_bias else None
+        for row in range(rows):
+            total = totals[block * rows + row] if bias is None else code.fadd(totals[block * rows + row], bias)
+            code.store(total, code.at(part["out"], code.mul(given["out_stride"], INT(row))), align=4)
+    code.ret_void()
+    return code.function
+
+
+def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
+    """The arguments of a block. The first block is that of the given ones."""
+    place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
+    values = code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind])))
+    return given | {
+        "values": code.at(given["values"], values, BYTE),
+        "scales": code.at(given["scales"], place),
+        "minimums": code.at(given["minimums"], place),
+        "bias": code.at(given["bias"], outputs),
+        "out": code.at(given["out"], outputs),
+    }
+
+
+def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
+    """block(arguments, item): the product of all rows with `span` blocks. Few rows take two blocks at once, because a
+    processor adds to several sums in the time that it takes for one.
+    """
+    tiles = {rows: _tile_function(module, form, rows) for rows in range(1, most_rows + 1)}
+    pairs = {rows: _tile_function(module, form, rows, 2) for rows in (1, 2)}
+    code, (pointer, item) = new_function(module, "block", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
+    first = code.mul(item, given["span"])
+    left = code.sub(given["blocks"], first)
+    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+    end = code.add(first, count)
+
+    def compute(functions: dict[int, ir.Function], size: int) -> None:
+        def some(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            block = code.add(first, index)
+            # The last one of an odd number is computed twice by pairs, with the same result.
+            last = code.sub(end, INT(size))
+            block = code.select(code.icmp_unsigned(">", block, last), last, block)
+            _compute_blocks(code, form, functions, given=given, block=block)
+            return []
+
+        code.repeat(count, [], some, step=size)
+
+    few = code.and_(code.icmp_unsigned("<=", given["rows"], INT(2)), code.icmp_unsigned(">=", count, INT(2)))
+    with code.if_else(few) as (then, otherwise):
+        with then:
+            compute(pairs, 2)
+        with otherwise:
+            compute(tiles, 1)
+    code.ret_void()
+
+
+def _compute_blocks(
+    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, given: dict[str, ir.Value], block: ir.Value
+) -> None:
+    """The product of all rows with the blocks of a tile, in tiles of rows."""
+    own = _of_block(code, form, given, block)
+
+    def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        first = code.mul(index, given["tile"])
+        part = own | {
+            "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
+            "sums": code.at(own["sums"], code.mul(first, given["groups"])),
+            "out": code.at(own["out"], code.mul(first, given["out_stride"])),
+        }
+        left = code.sub(given["rows"], first)
+        count = code.select(code.icmp_unsigned("<", left, given["tile"]), left, given["tile"])
+        after = code.append_basic_block()
+        switch = code.switch(count, after)
+        for rows, tile in tiles.items():
+            case = code.append_basic_block()
+            switch.add_case(INT(rows), case)
+            code.position_at_end(case)
+            code.call(tile, [part[name] for name in _TILE_ARGUMENTS])
+            code.branch(after)
+        code.position_at_end(after)
+        return []
+
+    code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
+
+
+def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
+    """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits."""
+    code, (pointer, row) = new_function(module, "prepare", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
+    inputs = code.mul(row, INT(form.inputs))
+    source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
+    sums = code.at(given["sums"], code.mul(row, given["groups"]))
+
+    def add(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        start = code.at(source, code.mul(group, INT(form.group)))
+        x = code.load(start, typ=ir.VectorType(FLOAT, form.group), align=4)
+        code.store(code.total(x), code.at(sums, group), align=4)
+        return []
+
+    def scale(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
+        code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
+        return []
+
+    if form.has_minimums:
+        code.repeat(given["groups"], [], add)
+    if form.kind == "uint4":
+        code.repeat(INT(form.inputs), [], scale, step=IN_WORD)
+    code.ret_void()
+
+
+def _most_rows() -> int:
+    """The largest number of rows whose sums fit into the registers."""
+    return 12 if has_feature("avx512f") else 6
+
+
+@cache
+def _functions(form: PackedForm) -> tuple[int, int]:
+    """The addresses of `block`, and of `prepare` or 0."""
+    module = ir.Module("products")
+    _add_block_function(module, form, _most_rows())
+    if form.is_prepared:
+        _add_prepare_function(module, form)
+    address = compiled(module)
+    return address("block"), address("prepare") if form.is_prepared else 0
+
+
+_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "rows": INT, "out": POINTER}
+
+
+@cache
+def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
+    """The address of pack(arguments, block): put rows of values of so many bytes side by side, in lanes.
+
+    in_words: IN_WORD values of 4 bits become a word.
+    """
+    kind, module = ir.IntType(8 * itemsize), ir.Module("pack")
+    packed, at_once = (ir.IntType(32), IN_WORD) if in_words else (kind, 1)
+    inner, (source, out, stride, inputs) = new_function(module, "pack_block", [POINTER, POINTER, INT, INT])
+    inner.function.linkage = "internal"
+    for pointer in (source, out):
+        pointer.add_attribute("noalias")
+
+    def load(place: ir.Value) -> ir.Value:
+        return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
+
+    def pack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        for lane in range(LANES):
+            place = inner.add(inner.mul(stride, INT(lane)), index)
+            value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
+            if in_words:
+                value = inner.zext(value, packed)
+                for other in range(1, IN_WORD):
+                    more = inner.zext(load(inner.add(place, INT(other))), packed)
+                    value = inner.or_(value, inner.shl(more, packed(4 * other)))
+            inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
+        return []
+
+    inner.repeat(inputs, [], pack, step=at_once)
+    inner.ret_void()
+    code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
+    own = read_words(code, pointer, _PACK)
+    source = code.at(own["source"], code.mul(code.mul(block, INT(LANES)), own["stride"]), kind)
+    size = code.udiv(own["inputs"], INT(at_once))
+    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), packed)
+    code.call(inner.function, [source, out, own["stride"], own["inputs"]])
+    code.ret_void()
+    return compiled(module)("pack")
+
+
+def _in_lanes(parts: Sequence[Tensor], *, in_words: bool = False) -> Tensor:
+    """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
+    if any(len(part) % LANES for part in parts):
+        whole = torch.cat([*parts]) if len(parts) > 1 else parts[0]
+        parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
+    inputs, blocks = parts[0].shape[1], sum(map(len, parts)) // LANES
+    shape, dtype = (blocks, inputs // IN_WORD if in_words else inputs, LANES), parts[0].dtype
+    out = torch.empty(shape, dtype=torch.int32 if in_words else dtype)
+    function, start = _pack_function(dtype.itemsize, in_words=in_words), 0
+    for part in parts:
+        rows, end = part if part.stride(1) == 1 else part.contiguous(), start + len(part) // LANES
+        arguments = words(_PACK, source=rows, stride=rows.stride(0), inputs=inputs, out=out[start:end])
+        WORKERS.run(*job_list([(function, arguments, end - start)]))
+        start = end
+    return out
+
+
+class CompiledKernel:
+    """Weights (N, K) in float32 or bfloat16, or of small integers of one form, row below row. Inputs and outputs are
+    float32.
+    """
+
+    def __init__(self, weights: Sequence[Tensor] | Sequence[BlockWeight], bias: Tensor | None) -> None:
+        self.outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        self._scales = self._minimums = None
+        blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        if blocks:
+            first, values = blocks[0], [block.values for block in blocks]
+            self._bits, group = first.bits, first.group
+            unsigned = "uint4" if first.bits <= 4 and group % IN_WORD == 0 else "uint8"
+            kind = "int8" if first.values.dtype == torch.int8 else unsigned
+            self._scales = _in_lanes([block.scales for block in blocks])
+            minimums = [block.minimums for block in blocks if block.minimums is not None]
+            self._minimums = _in_lanes(minimums) if minimums else None
+        else:
+            tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
+            values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
+            kind, group = str(values[0].dtype).removeprefix("torch."), 0
+        self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
+        self._values = _in_lanes(values, in_words=kind == "uint4")
+        self.width = len(self._values) * LANES
+        self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
+        self._groups = inputs // group if group else 1
+        self._block, self._prepare = _functions(self.form)
+        self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.form.inputs).contiguous()
+        count, out = len(rows), torch.empty(len(rows), self.width)
+        if count:
+            if count not in self._calls:
+                self._calls = {} if len(self._calls) >= _CALLS else self._calls
+                jobs, sums = self.jobs(rows, out, count)
+                self._calls[count] = job_list(jobs), jobs[0][1], sums
+            jobs_array, arguments, _ = self._calls[count]
+            arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
+            if self.form.kind != "uint4":
+                arguments[_X] = rows.data_ptr()
+            WORKERS.run(*jobs_array)
+        return out[:, : self.outputs].view(*x.shape[:-1], -1) if x.dim() != 2 else out[:, : self.outputs]
+
+    def jobs(self, x: Tensor, out: Tensor, rows: int) -> tuple[list[tuple[int, Any, int]], Any]:
+        """The jobs of a product of x (rows, K), contiguous, to the first columns of out (rows, at least `width`). Their
+        second words are arguments, whose first word is the address of x. Also returns what they need to live.
+        """
+        blocks = self.width // LANES
+        span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
+        sums = torch.empty(rows, self._groups) if self.form.has_minimums else None
+        scaled = torch.empty(rows, self.inputs) if self.form.kind == "uint4" else x
+        arguments = words(
+            _ARGUMENTS,
+            x=scaled,
+            inputs=x,
+            values=self._values,
+            scales=self._scales,
+            minimums=self._minimums,
+            bias=self._bias,
+            sums=sums,
+            out=out,
+            out_stride=out.stride(0),
+            groups=self._groups,
+            blocks=blocks,
+            rows=rows,
+            tile=-(-rows // tiles),  # tiles of nearly equal size
+            span=span,
+        )
+        first = [(self._prepare, arguments, rows)] if self._prepare else []
+        return [*first, (self._block, arguments, -(-blocks // span))], (sums, scaled)
+
+    def weight(self) -> Tensor:
+        """The original values, or those of rounded integers, in float32."""
+        values = self._values
+        if self.form.kind == "uint4":
+            values = torch.stack([values >> 4 * place & 15 for place in range(IN_WORD)], dim=2).flatten(1, 2)
+        rows = self._in_rows(values)
+        if self._scales is None:
+            return rows.float()
+        minimums = None if self._minimums is None else self._in_rows(self._minimums)
+        return BlockWeight(rows, self._in_rows(self._scales), minimums, self.form.group, self._bits).dense()
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.form.inputs
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (part for part in (self._values, self._scales, self._minimums, self._bias) if part is not None)
+
+    def _in_rows(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]
+
+
+class JoinedKernels:
+    """Weights that read the same input but are stored in different forms, row below row."""
+
+    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
+        self.kernels, self.inputs = list(kernels), kernels[0].inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([kernel(x) for kernel in self.kernels], dim=-1)
+
+    def weight(self) -> Tensor:
+        return torch.cat([kernel.weight() for kernel in self.kernels])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for kernel in self.kernels:
+            yield from kernel.tensors()
