@@ -109,8 +109,8 @@ def test_a_task_claims_nothing_without_evidence() -> None:
     ):
         assert not claimed(best_of_each({"maths": rows}))
     assert "is slower: 0.80x" in best_of_each({"maths": [row("a", [0.8, 0.81, 0.8, 0.79, 0.8]), target]})[0]
-    few = best_of_each({"maths": [row("a", [1.29])], "code": [row("a", [0.7])]})
-    assert few == ["Too few runs to tell: maths, a about 1.3x; code, a about 0.7x."]
+    few = best_of_each({"maths": [row("a", [1.29])], "code": [row("a", [0.7, 0.7], 1.0)]})
+    assert few == ["Too few runs to tell: maths, a about 1.3x; code, a 0.70x (0.70 to 0.70)."]
 
 
 def swept(setting: str, speeds: list[float], strategy: str = "a", **figures: Any) -> dict[str, Any]:

@@ -226,7 +226,8 @@ def best_of_each(groups: Mapping[str, Sequence[Row]]) -> list[str]:
         if not known:
             continue
         best = max(known, key=lambda row: (not row["without_gain"] or row["speedup"] <= 1, row["speedup"]))
-        if best["verdict"] == TOO_FEW and not best["without_gain"]:
+        is_noise = best["without_gain"] and best["speedup"] > 1
+        if best["verdict"] == TOO_FEW and not is_noise:
             undecided.append(f"{name}, {best['strategy']} {with_bounds(best)}")
         else:
             lines.append(f"{name}: {speed_sentence(best)}")
