@@ -83,7 +83,7 @@ def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) 
     shown = as_json(settings)
     # The key includes everything else that affects the time.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
-    if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
+    if isinstance(drafter := harness.pair.drafter, FeatureDrafter):
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
     job = replace(harness.job(PROMPT, settings), drafter=word)
     length = 0 if harness.pair.engine.longer is None else harness.pair.engine.longer.length

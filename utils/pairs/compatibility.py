@@ -57,39 +57,17 @@ class Compatibility:
         warnings = (f"pair: {found.what}: {found.value} ({found.remark})" for found in self.findings if found.warns)
         return (f"pair: {self.verdict}", *warnings)
 
-    def check(self, name: str, *, can_cut: bool) -> None:
-        """Raise UserError if the drafter cannot draft for its target. With `can_cut`, layers:K is an alternative."""
-        if self.verdict == WRONG:
-            remedy = "use a drafter of the same model family" + (", or layers:K" if can_cut else "")
-            raise UserError(f"'{name}' cannot draft for this target: {self.reason}; {remedy}.")
 
-
-@dataclass(frozen=True, slots=True)
 class _Side:
-    """A model and its tokenizer."""
+    """A model, its tokenizer, and the figures to compare: ids by token, rows of the embedding, and parameters."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def rows(self) -> int:
-        """Rows of the embedding."""
-        return int(self.model.get_input_embeddings().num_embeddings)
-
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self.tokenizer.get_vocab()) if self.tokenizer is not None else {}
-
-    @property
-    def padding(self) -> int:
-        """Rows of the embedding after the last token."""
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.ids: dict[str, int] = tokenizer.get_vocab()
+        self.rows = int(model.get_input_embeddings().num_embeddings)
         # Ids need not be contiguous, so the highest id counts, not the number of tokens.
-        return max(0, self.rows - 1 - max(self.vocabulary.values(), default=self.rows - 1))
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters. Tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        self.padding = max(0, self.rows - 1 - max(self.ids.values(), default=self.rows - 1))
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
 
 
 def compare_models(
@@ -99,22 +77,15 @@ def compare_models(
     drafter_tokenizer: PreTrainedTokenizerBase | None,
 ) -> Compatibility:
     """Compare a target with a drafter model. A drafter without a tokenizer is assumed to share the target's."""
-    ours, theirs = (
-        _Side(target, tokenizer),
-        _Side(drafter, tokenizer if drafter_tokenizer is None else drafter_tokenizer),
-    )
+    ours, theirs = _Side(target, tokenizer), _Side(drafter, drafter_tokenizer or tokenizer)
     # Tokens are compared as strings, so the same string under two ids does not count.
-    same = len(ours.vocabulary.items() & theirs.vocabulary.items())
-    tokens = len(ours.vocabulary)
-    caches = _caches(_rewind_method(target), _rewind_method(drafter))
+    same, tokens = len(ours.ids.items() & theirs.ids.items()), len(ours.ids)
+    caches = _caches(target, drafter)
+    assumed = "assumed: no tokenizer" if drafter_tokenizer is None else ""
     findings = (
-        *_vocabularies(ours, theirs, same, assumed=drafter_tokenizer is None),
-        _compared("special tokens", ours, theirs, lambda side: sorted(side.tokenizer.all_special_tokens)),
-        _compared("end of text", ours, theirs, _end_tokens),
-        _compared("chat template", ours, theirs, lambda side: side.tokenizer.chat_template),
-        _first_token(tokenizer),
-        _sizes(ours, theirs),
-        _contexts(ours, theirs),
+        PairFinding("vocabulary", f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {len(theirs.ids):,} tokens"),
+        PairFinding("ids that mean the same", f"{same:,} of {tokens:,}", assumed),
+        *_properties(ours, theirs),
         caches,
     )
     if reason := _reason_against(ours, theirs, same):
@@ -136,40 +107,44 @@ def describe_without_model(
     """
     relation = "reads hidden states of the target" if reads_states else "part of the target"
     own = PairFinding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
-    caches = _caches(_rewind_method(target))
+    caches = _caches(target)
     verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
     return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))
 
 
 def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
     """Why the drafter cannot be used. It is empty if it can."""
-    encodes = ours.model.config.is_encoder_decoder
+    encodes, tokens = ours.model.config.is_encoder_decoder, len(ours.ids)
     if encodes != theirs.model.config.is_encoder_decoder:
         return "one of them is an encoder-decoder model and the other is not"
-    tokens = len(ours.vocabulary)
     if same < MIN_SHARED * tokens:
         # Drafts can be translated, but the encoder's input cannot.
         return f"its tokenizer differs ({same:,} of {tokens:,} ids agree)" if encodes else ""
     # The drafter could not embed the target's last tokens. Missing padding rows do no harm, because they are never fed.
-    if theirs.rows < min(tokens, ours.rows):
-        return "its vocabulary is smaller"
-    return ""
+    return "its vocabulary is smaller" if theirs.rows < min(tokens, ours.rows) else ""
 
 
-def _vocabularies(ours: _Side, theirs: _Side, same: int, *, assumed: bool) -> Iterator[PairFinding]:
-    """`assumed` is True if the drafter has no tokenizer."""
-    tokens, others = len(ours.vocabulary), len(theirs.vocabulary)
+def _properties(ours: _Side, theirs: _Side) -> Iterator[PairFinding]:
+    """What differs without making the drafter wrong."""
     padded = "never drafted and never sampled" if ours.padding or theirs.padding else ""
-    yield PairFinding("vocabulary", f"{ours.rows:,} and {theirs.rows:,} rows, {tokens:,} and {others:,} tokens")
-    yield PairFinding("ids that mean the same", f"{same:,} of {tokens:,}", "assumed: no tokenizer" if assumed else "")
     yield PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", padded)
-
-
-def _compared(what: str, ours: _Side, theirs: _Side, read: Callable[[_Side], object]) -> PairFinding:
-    mine, other = read(ours), read(theirs)
-    if mine == other:
-        return PairFinding(what, _brief(mine), "the same")
-    return PairFinding(what, f"{_brief(mine)} and {_brief(other)}", "they differ: those of the target are used")
+    for what, read in COMPARED.items():
+        mine, other = read(ours), read(theirs)
+        if mine == other:
+            yield PairFinding(what, _brief(mine), "the same")
+        else:
+            both = f"{_brief(mine)} and {_brief(other)}"
+            yield PairFinding(what, both, "they differ: those of the target are used")
+    yield _first_token(ours.tokenizer)
+    ratio = theirs.parameters / max(1, ours.parameters)
+    shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
+    large = "a drafter this large rarely saves time: use a smaller one" if ratio > MAX_SIZE_RATIO else ""
+    yield PairFinding("size", shown, large, warns=bool(large))
+    target, drafter = context_length(ours.model), context_length(theirs.model)
+    shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in (target, drafter))
+    is_short = drafter is not None and (target is None or drafter < target)
+    remark = "nothing is drafted beyond the drafter's context" if is_short else ""
+    yield PairFinding("context", shown, remark, warns=is_short)
 
 
 def _brief(value: object) -> str:
@@ -188,6 +163,13 @@ def _end_tokens(side: _Side) -> list[str]:
     return [str(token) for token in side.tokenizer.convert_ids_to_tokens(known)]
 
 
+COMPARED: dict[str, Callable[[_Side], object]] = {
+    "special tokens": lambda side: sorted(side.tokenizer.all_special_tokens),
+    "end of text": _end_tokens,
+    "chat template": lambda side: side.tokenizer.chat_template,
+}
+
+
 def _first_token(tokenizer: PreTrainedTokenizerBase) -> PairFinding:
     """How often a prompt starts with the tokenizer's first token. A doubled one silently degrades the text."""
     first = tokenizer.bos_token_id
@@ -203,29 +185,17 @@ def _first_token(tokenizer: PreTrainedTokenizerBase) -> PairFinding:
     return PairFinding("first token", shown, remark, warns=count == 2)
 
 
-def _sizes(ours: _Side, theirs: _Side) -> PairFinding:
-    ratio = theirs.parameters / max(1, ours.parameters)
-    remark = "a drafter this large rarely saves time: use a smaller one" if ratio > MAX_SIZE_RATIO else ""
-    shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
-    return PairFinding("size", shown, remark, warns=bool(remark))
-
-
-def _contexts(ours: _Side, theirs: _Side) -> PairFinding:
-    target, drafter = context_length(ours.model), context_length(theirs.model)
-    shown = " and ".join("unbounded" if length is None else f"{length:,} tokens" for length in (target, drafter))
-    short = drafter is not None and (target is None or drafter < target)
-    return PairFinding(
-        "context", shown, "nothing is drafted beyond the drafter's context" if short else "", warns=short
-    )
-
-
-def _caches(*methods: str) -> PairFinding:
+def _caches(*models: Any) -> PairFinding:
     """How the caches drop rejected drafts."""
-    bad = not all(methods)
+    methods = []
+    for model in models:
+        with suppress(UserError):
+            methods.append(ModelSession(model).rewind_method)
+            continue
+        methods.append("cannot be used")
+    bad = "cannot be used" in methods
     remark = "drafts need /cache off" if bad else "after rejected drafts"
-    return PairFinding(
-        "caches", " and ".join(dict.fromkeys(method or "cannot be used" for method in methods)), remark, bad
-    )
+    return PairFinding("caches", " and ".join(dict.fromkeys(methods)), remark, bad)
 
 
 def _millions(count: int) -> str:
@@ -233,10 +203,3 @@ def _millions(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:,}"
-
-
-def _rewind_method(model: Any) -> str:
-    """How the model's cache forgets rejected drafts, or an empty string if it cannot."""
-    with suppress(UserError):
-        return ModelSession(model).rewind_method
-    return ""

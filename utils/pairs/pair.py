@@ -15,7 +15,6 @@ from utils.pairs.compatibility import Compatibility
 from utils.pairs.request import PairRequest
 from utils.text import byte_size
 
-BNB_INT8 = "bnb-int8"
 ROUNDED = ("bfloat16", "int8", "int4")  # engine weights that differ from those of the checkpoint
 
 
@@ -88,14 +87,24 @@ def loaded_message(pair: Pair) -> str:
 
 def weight_notes(pair: Pair) -> Iterator[str]:
     """Messages for the user: where equal texts cannot be guaranteed, and where quantization makes a model slower."""
+    name = pair.target_name
     if (kind := pair.request.engine_weights) in ROUNDED:
-        yield f"with {kind} weights {pair.target_name} is a different model, compared only with itself"
-    if reason := _width_dependence(pair.quantize, pair.dtype, pair.target_name):
+        yield f"with {kind} weights {name} is a different model, compared only with itself"
+    reason = (
+        ""
+        if pair.dtype == "float32"
+        else f"in {pair.dtype} the rounding of {name}'s logits depends on the verify width"
+    )
+    if depends_on_width(pair):
+        reason = (
+            f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
+        )
+    if reason:
         yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
-    weights = [(pair.quantize, pair.dtype, pair.device, pair.target_name)]
+    weights = [(pair.quantize, pair.dtype, pair.device, name)]
     if pair.drafter_kind == "model":
         drafter = (pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name)
-        weights.append((str(drafter[0]), str(drafter[1]), str(drafter[2]), str(drafter[3])))
+        weights.append(tuple(map(str, drafter)))  # type: ignore[arg-type]
     for quantize, dtype, device, name in weights:
         if _is_slow(quantize, dtype, device):
             yield f"{quantize} saves memory but not time: on this CPU {name} is slower than in float32"
@@ -106,7 +115,7 @@ def depends_on_width(pair: Pair) -> bool:
 
     bnb-int8 keeps columns with outliers in full precision, and searches all rows of a pass for them.
     """
-    return pair.quantize == BNB_INT8
+    return pair.quantize == "bnb-int8"
 
 
 def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> str:
@@ -117,15 +126,6 @@ def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> s
         if pair.engine.state.weights != weights:  # loading is finished, and the engine has not begun
             kernels, size = f"{weights} kernels when the engine starts", ""
     return ", ".join(filter(None, (dtype, "" if quantize == "none" else quantize, kernels, size)))
-
-
-def _width_dependence(quantize: str, dtype: str, name: str) -> str:
-    """Why logits depend on the verify width by more than the rounding of float32. It is empty if they do not."""
-    if quantize == BNB_INT8:
-        return f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
-    if dtype != "float32":
-        return f"in {dtype} the rounding of {name}'s logits depends on the verify width"
-    return ""
 
 
 def _is_slow(quantize: str, dtype: str, device: str) -> bool:
