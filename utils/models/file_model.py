@@ -32,7 +32,6 @@ from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DOWNLOADED = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
-DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,15 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
         model.generation_config = GenerationConfig.from_pretrained(folder)
     finish(model)
     return LoadedFromFiles(model, sorted({*tensors} - names))
+
+
+def check_tensor(tensor: Tensor, model: str, name: str) -> None:
+    """Raise UserError if a weight of a model is NaN or infinite."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return
+    # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
+    if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        raise UserError(f"'{model}' holds NaN or infinite weights (in {name}): fetch or copy it again.")
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -163,12 +171,9 @@ def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement
         # Opened for each tensor: pages that were read count as memory of this process until the file is closed.
         with safe_open(entry.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-            # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
-            extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() and tensor.numel() else torch.ones(1)
+            check_tensor(tensor, source.name, name)
             done += tensor.nbytes
             del tensor
-        if not torch.isfinite(extremes).all():
-            raise UserError(DAMAGED.format(source.name, name))
         where.report(Count(f"reading {source.name}: {byte_size(done)} of {byte_size(total)}"))
         yield name
 

@@ -39,7 +39,7 @@ from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.file_model import DAMAGED, empty_model, finish, layer_linears
+from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
 from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, tensor_processor
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import free_bytes
@@ -129,14 +129,11 @@ def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
     reader = GGUFReader(path)
     index = block_index(reader, model)
     dense = _dense_tensors(reader, model, index)
-    for name, tensor in dense.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(DAMAGED.format(source.name, name))
     blocks = GgufBlocks(path, model, index)
-    for name, block in blocks.items():
-        parts = (block.scales, block.minimums)
-        if not all(torch.isfinite(part).all() for part in parts if part is not None):
-            raise UserError(DAMAGED.format(source.name, name))
+    in_blocks = ((name, part) for name, block in blocks.items() for part in (block.scales, block.minimums))
+    for name, tensor in (*dense.items(), *in_blocks):
+        if tensor is not None:
+            check_tensor(tensor, source.name, name)
     if missing := _set_weights(model, dense, blocks):
         raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
     save_file(dense, folder / DENSE, metadata={"format": "pt"})

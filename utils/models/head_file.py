@@ -18,16 +18,17 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from utils.decode.features import FeatureReader
 from utils.errors import UserError
 from utils.files import check_regular, os_reason, replacing
 from utils.models.checkpoints import check_finite
 from utils.models.draft_head import DraftHeadShape, Head, TargetHead
-from utils.models.target_identity import fingerprint, is_same_target, target_sizes
 
 FORMAT, VERSION = "speculative head", 1
 CONFIG, WEIGHTS = "head.json", "model.safetensors"
 REMEDY = "make one for it with `python -m sampling.distill`"
-MAX_SIZE = 1 << 31  # more than any width or context
+# Number formats move a fingerprint by less than this share of its norm; different models are further apart.
+FINGERPRINT_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,11 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         # Before the head is built, so that a head of a different size is reported as one of a different target.
         _check_target(target, stored, about, folder)
         shape = DraftHeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
-        _check_shape(shape, target_sizes(target))
+        FeatureReader(target, shape.layers)  # raises an error for layers that the target does not have
+        if (
+            shape.hidden % (2 * shape.heads) or not 0 < shape.theta < inf
+        ):  # rotary embeddings need an even size per head
+            raise ValueError("shape")
         _check_vocabulary(vocabulary, size=target_sizes(target)[0])
         head = _head(shape, parts)
     except UserError:
@@ -124,29 +129,6 @@ def _head(shape: DraftHeadShape, parts: dict[str, Tensor]) -> Head:
     return head
 
 
-def _check_shape(shape: DraftHeadShape, sizes: list[int]) -> None:
-    """Raise ValueError for a shape that no head of a target with these sizes has."""
-    _, hidden, blocks = sizes
-    numbers = (shape.hidden, shape.heads, shape.groups, shape.width, shape.positions, *shape.layers)
-    # Not isinstance: True is an int.
-    if any(type(number) is not int for number in numbers) or type(shape.theta) not in (int, float):
-        raise ValueError("types")
-    sizes_fit = (
-        shape.hidden == hidden
-        and 0 < shape.heads <= hidden
-        and hidden % (2 * shape.heads) == 0  # rotary embeddings need an even size per head
-        and 0 < shape.groups <= shape.heads
-        and shape.heads % shape.groups == 0
-        and 0 < shape.width < MAX_SIZE
-        and 0 < shape.positions < MAX_SIZE
-        and 0 < shape.theta < inf
-    )
-    # Hidden states are numbered from 0, the embeddings, to the number of blocks, or from the end.
-    layers_fit = bool(shape.layers) and all(-blocks - 1 <= layer <= blocks for layer in shape.layers)
-    if not (sizes_fit and layers_fit):
-        raise ValueError("sizes")
-
-
 def _check_vocabulary(vocabulary: Tensor, size: int) -> None:
     """Raise ValueError unless these are ascending token ids below `size`."""
     if vocabulary.dtype not in (torch.int32, torch.int64) or vocabulary.dim() != 1 or not len(vocabulary):
@@ -160,3 +142,35 @@ def _check_target(target: PreTrainedModel, stored: Tensor, about: dict[str, Any]
     if not is_same_target(target, about["size"], stored):
         name = " ".join(str(about["target"]).split())[:80]
         raise UserError(f"The head in {folder} reads the hidden states of {name}, which is not this target: {REMEDY}.")
+
+
+def target_sizes(target: PreTrainedModel) -> list[int]:
+    """Return the vocabulary size, hidden size and number of blocks of a target."""
+    config = target.config.get_text_config(decoder=True)
+    return [*target.get_input_embeddings().weight.shape, int(config.num_hidden_layers)]
+
+
+def fingerprint(target: PreTrainedModel) -> Tensor:
+    """Return numbers (N,) that identify a target in any number format, sampled from its embedding and its norms.
+
+    These are never quantized. A target that was fine-tuned without changing them counts as the same.
+    """
+    embedding = target.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, embedding.shape[0] - 1, 64, device=embedding.device).long()
+    norms = [
+        part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name
+    ]
+    parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
+    # Embedding and norms have different scales. Normalised, both count the same.
+    return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])
+
+
+def is_same_target(target: PreTrainedModel, sizes: list[int], stored: Tensor) -> bool:
+    """Whether these are the sizes and the fingerprint (N,) of the target. Raises ValueError if it is not finite."""
+    # NaN and infinity would make the comparison below meaningless.
+    if not stored.isfinite().all():
+        raise ValueError("fingerprint")
+    own = fingerprint(target)
+    if target_sizes(target) != sizes or own.shape != stored.shape:
+        return False
+    return bool((own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm())

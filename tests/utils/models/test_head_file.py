@@ -83,9 +83,9 @@ def test_a_head_reads_early_late_and_last_layers(count: int, layers: tuple[int, 
 
 NAN = float("nan")
 SHAPES: list[dict[str, Any]] = [
-    *({"heads": value} for value in (0, 3, 64, True, "x")),
+    *({"heads": value} for value in (0, 3, 64, 32, "x")),
     *({"groups": value} for value in (0, 3)),
-    *({"positions": value} for value in ("x", 10**30)),
+    {"positions": "x"},
     *({"width": value} for value in (0, 10**9)),
     *({"layers": value} for value in ([1, 2, 99], "abc", [], [[1]], 3)),
     *({"theta": value} for value in (NAN, 0, None)),
