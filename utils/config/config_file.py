@@ -13,10 +13,10 @@ from pathlib import Path
 from utils.bounds import QUANTIZATIONS
 from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
-from utils.pairs.request import PAIRS, REQUEST_FIELDS, PairSpec, check_field
+from utils.pairs.request import OPTIONS as FLAGS
+from utils.pairs.request import PAIRS, PairSpec, check_field
 from utils.servers.address import OPTIONS, ServerAddress, server_of
 
-FLAGS = tuple(name for name in REQUEST_FIELDS if name not in ("target", "drafter"))
 ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)
 
 
@@ -68,17 +68,13 @@ def _parse(entries: Mapping[str, object]) -> Config:
     pairs = PAIRS | {name: _pair(name, value) for name, value in _table(entries.get("pairs", {}), "pairs").items()}
     pair = None if "pair" not in entries else check_choice(_text(entries["pair"], "pair"), tuple(pairs), "pair")
     flags = {name: check_field(name, _text(entries[name], name)) for name in FLAGS if name in entries}
-    settings = _table(entries.get("settings", {}), "settings")
-    typed = {name: _text(value, f"settings.{name}") for name, value in settings.items()}
-    servers = tuple(_server(name, value) for name, value in _table(entries.get("servers", {}), "servers").items())
-    return Config(pair=pair, flags=flags, settings=typed, pairs=pairs, servers=servers)
+    servers = [_server(name, value) for name, value in _table(entries.get("servers", {}), "servers").items()]
+    settings = _texts(entries.get("settings", {}), "settings")
+    return Config(pair=pair, flags=flags, settings=settings, pairs=pairs, servers=tuple(servers))
 
 
 def _pair(name: str, value: object) -> PairSpec:
-    known = tuple(entry.name for entry in fields(PairSpec))
-    entries = {key: _text(text, f"pairs.{name}.{key}") for key, text in _table(value, f"pairs.{name}").items()}
-    for key in entries:
-        check_choice(key, known, f"in pairs.{name} the entry")
+    entries = _texts(value, f"pairs.{name}", known=tuple(entry.name for entry in fields(PairSpec)))
     if not entries.get("target"):
         raise UserError(f'pairs.{name} needs a target, for example target = "Qwen/Qwen3-4B".')
     return PairSpec(
@@ -90,15 +86,21 @@ def _pair(name: str, value: object) -> PairSpec:
 
 
 def _server(name: str, value: object) -> ServerAddress:
-    entries = {key: _text(text, f"servers.{name}.{key}") for key, text in _table(value, f"servers.{name}").items()}
-    for key in entries:
-        check_choice(key, ("url", *OPTIONS), f"in servers.{name} the entry")
+    entries = _texts(value, f"servers.{name}", known=("url", *OPTIONS))
     if "url" not in entries:
         raise UserError(f'servers.{name} needs an address: url = "http://127.0.0.1:8000".')
     try:
         return server_of(name, entries)
     except UserError as error:
         raise UserError(f"servers.{name}: {error}") from error
+
+
+def _texts(value: object, name: str, known: tuple[str, ...] = ()) -> dict[str, str]:
+    """The entries of a table as texts. `known` are the allowed ones, if not any."""
+    entries = {key: _text(text, f"{name}.{key}") for key, text in _table(value, name).items()}
+    for key in entries if known else ():
+        check_choice(key, known, f"in {name} the entry")
+    return entries
 
 
 def _table(value: object, name: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, WholeRange
 from utils.config.settings import Settings
-from utils.config.value_types import ON_OFF, Limits, Number, NumberOr, StorageKind, ValueType, WordChoice
+from utils.config.value_types import ON_OFF, STORAGE, Limits, ValueType, number, number_or
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.text import encodable
@@ -52,12 +52,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether it toggles between on and off without an argument."""
-        return isinstance(self.value_type, WordChoice) and self.value_type.is_switch
-
-    @property
-    def holds_bool(self) -> bool:
-        """Whether its value is true or false in a record."""
-        return self.is_switch and not isinstance(self.default, str)
+        return self.value_type.is_switch
 
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
@@ -101,7 +96,7 @@ def setting_fields() -> Mapping[str, Setting]:
 SAMPLING_PARTS = (
     Setting(
         "temperature",
-        Number(TEMPERATURE, usage="T"),
+        number(TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
         lambda settings, value: replace(settings, processor=settings.processor.with_temperature(value)),
         group="decoding",
@@ -114,7 +109,7 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_k",
-        NumberOr(Number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
+        number_or(number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
         lambda settings: settings.processor.top_k,
         lambda settings, value: replace(settings, processor=settings.processor.with_top_k(value)),
         group="decoding",
@@ -127,7 +122,7 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_p",
-        NumberOr(Number(TOP_P, usage="P"), "off", same=1),
+        number_or(number(TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
         lambda settings, value: replace(settings, processor=settings.processor.with_top_p(value)),
         group="decoding",
@@ -142,7 +137,7 @@ SAMPLING_PARTS = (
 NGRAM_PARTS = (
     Setting(
         "ngram kind",
-        StorageKind(),
+        replace(STORAGE, show=attrgetter("kind")),
         lambda settings: settings.ngram_storage,
         partial(_put, "ngram_storage"),
         summary="orders of the stored n-grams",
@@ -150,7 +145,7 @@ NGRAM_PARTS = (
     ),
     Setting(
         "ngram order",
-        Number(NGRAM_ORDER),
+        number(NGRAM_ORDER),
         lambda settings: settings.ngram_storage.order,
         lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
         summary="order of the n-grams, 2 to 16",
@@ -233,10 +228,8 @@ def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
 
 def as_json(settings: Settings) -> dict[str, bool | int | str]:
     """Settings for a record: numbers and booleans as they are, everything else as it would be typed."""
-    values = ((setting, setting.get(settings)) for setting in setting_fields().values())
-    recorded = {
-        setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
-    }
+    values = ((row, row.get(settings)) for row in setting_fields().values())
+    recorded = {row.name: value if isinstance(value, int) else row.show(settings) for row, value in values}
     return recorded | {"chat": settings.uses_chat}  # the value in effect, not `auto`
 
 
@@ -258,12 +251,9 @@ def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, l
 
 def _typed(value: object, setting: Setting) -> str:
     """A recorded value as it would be typed. Raises UserError for a value that `as_json` never writes."""
-    if (
-        not isinstance(value, bool | int | str)
-        or isinstance(value, bool) != setting.holds_bool
-        # An empty text would toggle the setting.
-        or value == ""
-    ):
+    holds_bool = setting.is_switch and not isinstance(setting.default, str)
+    # An empty text would toggle the setting.
+    if not isinstance(value, int | str) or isinstance(value, bool) != holds_bool or value == "":
         raise UserError(f"{str(value)[:40]!r} is not a valid value.")
     if isinstance(value, bool) or value == setting.default:  # a default may be typed differently: 0 threads are "auto"
         return setting.value_type.show(value)
