@@ -18,7 +18,6 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from utils.decode.features import FeatureReader
 from utils.errors import UserError
 from utils.files import check_regular, os_reason, replacing
 from utils.models.checkpoints import check_finite
@@ -100,12 +99,13 @@ def read_head(folder: Path, target: PreTrainedModel) -> tuple[Head, Tensor]:
         # Before the head is built, so that a head of a different size is reported as one of a different target.
         _check_target(target, stored, about, folder)
         shape = DraftHeadShape(**about["shape"] | {"layers": tuple(about["shape"]["layers"])})
-        FeatureReader(target, shape.layers)  # raises an error for layers that the target does not have
-        if (
-            shape.hidden % (2 * shape.heads) or not 0 < shape.theta < inf
-        ):  # rotary embeddings need an even size per head
+        size, _, blocks = target_sizes(target)
+        # Hidden states are numbered from 0, the embeddings, to the number of blocks, or from the end.
+        layers_fit = all(-blocks - 1 <= layer <= blocks for layer in shape.layers)
+        # Rotary embeddings need an even size per head.
+        if not layers_fit or shape.hidden % (2 * shape.heads) or not 0 < shape.theta < inf:
             raise ValueError("shape")
-        _check_vocabulary(vocabulary, size=target_sizes(target)[0])
+        _check_vocabulary(vocabulary, size)
         head = _head(shape, parts)
     except UserError:
         raise

@@ -156,12 +156,11 @@ class LoadedPair:
 
         `defers_costs` leaves the measurement of costs to `warming`.
         """
-        if pair is None:
-            return cls._without_models(tools, settings)
-        pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
-        limits = limits_of(pair)
         harness = Harness.of(pair, settings, tools.strategies)
-        pair.engine.workload = _workload(harness, settings)
+        limits = Limits() if pair is None else limits_of(pair)
+        if pair is not None:
+            pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
+            pair.engine.workload = _workload(harness, settings)
         fitted = SessionSettings(harness, limits, settings, tools.renderer.note, defers_costs=defers_costs)
 
         def warmed(stopped: Callable[[], bool]) -> None:
@@ -170,14 +169,7 @@ class LoadedPair:
             if not stopped():
                 fitted.refresh_costs(stopped)
 
-        warming = BackgroundTask(warmed)
-        return cls(pair, limits, harness, fitted, warming)
-
-    @classmethod
-    def _without_models(cls, tools: SessionTools, settings: Settings) -> "LoadedPair":
-        limits, harness = Limits(), Harness.of(None, settings, tools.strategies)
-        fitted = SessionSettings(harness, limits, settings, tools.renderer.note)
-        return cls(None, limits, harness, fitted, BackgroundTask(lambda stopped: None))
+        return cls(pair, limits, harness, fitted, BackgroundTask(warmed))
 
     def introduce(self, note: Callable[[str], None]) -> None:
         """Report what is loaded and which engine computes it."""
