@@ -26,8 +26,14 @@ from sampling.distill.progress import (
     missing_text,
     rates_text,
 )
-from sampling.distill.students import Student, create_student, load_student, planned_layers, save_student
-from sampling.distill.target import load_target
+from sampling.distill.students import (
+    Student,
+    create_student,
+    load_student,
+    load_target,
+    planned_layers,
+    save_student,
+)
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
 from utils.decode.model_info import context_length
 from utils.errors import UserError
