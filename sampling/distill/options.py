@@ -15,11 +15,10 @@ from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
 KINDS = ("head", "eagle3")
-AUTO, FORMATS = "auto", ("bfloat16", "float32")  # of --dtype
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 STEPS = WholeRange(1, 8)
-MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps", "dtype")  # what a measurement depends on
+MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")  # what a measurement depends on
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
@@ -51,9 +50,8 @@ class TrainingPlan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
-    shape of a page. dtype: the number format, one of FORMATS once the work has begun. batch: rows per training step.
-    steps: drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all
-    other weights. start: folder of a drafter to train further.
+    shape of a page. batch: rows per training step. steps: drafts that training is unrolled over. rate: Muon's learning
+    rate, for matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
     """
 
     target: str
@@ -61,7 +59,6 @@ class TrainingPlan:
     tokens: int = 1_000_000
     hours: float = 0.0
     device: str = "auto"
-    dtype: str = AUTO
     prompts: str | None = None
     start: str | None = None
     layers: str | None = None
@@ -186,7 +183,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hours", type=hours_flag, metavar="H", help="time limit, of which less than half is for generation")
     add("--device", type=device_flag, metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    add("--dtype", choices=(AUTO, *FORMATS), help="auto: bfloat16 where it is fast (default: auto)")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add(

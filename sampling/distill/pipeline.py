@@ -55,10 +55,8 @@ class Distillation:
     def __init__(self, options: Options, report: Report) -> None:
         plan = options.plan
         questions = _questions(Path(plan.prompts)) if plan.prompts else []
-        self._target = load_target(plan.target, plan.device, report, dtype=plan.dtype)
-        # The plan names the format that was chosen, so that resumed work continues in it.
-        plan = replace(plan, dtype=str(self._target.model.dtype).removeprefix("torch."))
-        self._options, self._report = replace(options, plan=plan), report
+        self._target = load_target(plan.target, plan.device, report)
+        self._options, self._report = options, report
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
         self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
@@ -105,8 +103,8 @@ class Distillation:
         rounded = f" (--tokens {plan.tokens:,}, rounded up to whole pages)" if total != plan.tokens else ""
         return (
             f"generating {self._pages:,} x {plan.rows} conversations of {plan.length} tokens, {total:,} in all"
-            f"{rounded}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in {plan.dtype} on "
-            f"{model.device}."
+            f"{rounded}, and {plan.rows} held-out ones. Then {plan.passes} passes of training. All in "
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device}."
         )
 
     def _prepare(self) -> TextPage:

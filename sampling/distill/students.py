@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
-from sampling.distill.options import AUTO, TrainingPlan
+from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.progress import Report
 from utils.decode.features import layer_count
@@ -48,10 +48,10 @@ class Target:
     lm_head: Tensor
 
 
-def load_target(name: str, device_name: str, report: Report, *, dtype: str = AUTO) -> Target:
+def load_target(name: str, device_name: str, report: Report) -> Target:
     """Load a hub id, folder, GGUF file or `embedded`. Raises UserError if no drafter can be trained for it."""
     device = choose_device(device_name)
-    placement = Placement(device, training_dtype(device) if dtype == AUTO else getattr(torch, dtype), report)
+    placement = Placement(device, training_dtype(device), report)
     source = convert_if_gguf(locate(name, report), placement)
     model = load_model(source, "none", placement)
     return Target(model, load_tokenizer(source), output_weight(model))

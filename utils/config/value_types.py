@@ -239,7 +239,7 @@ PROCESSOR = ValueType("NAME ARGS", tuple(PROCESSORS), _processor, _shown_process
 COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
 COST = r"\d{1,4}(?:\.\d{1,9})?"  # float() would also accept "nan", "inf", signs and exponents
 # The table of one context length. Only one of two needs to name it.
-ONE_TABLE = rf"(?:at (\d{{1,9}})(?: ({COST}))?; )?verify((?: {COST})*)((?:; (?:read )?[^; ]+ {COST})*)"
+ONE_TABLE = rf"(?:at (\d{{1,9}})(?: ({COST}))?; )?verify((?: {COST})*)((?:; (?:read )?(?!read )[^; ]+ {COST})*)"
 
 
 def _costs(text: str, current: Costs | None, limits: Limits) -> Costs | None:
