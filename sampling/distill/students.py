@@ -30,9 +30,8 @@ from utils.drafter_formats.target_parts import DraftHead
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device
-from utils.models.draft_head import Head, feature_layers, shape_for
+from utils.models.draft_head import Head, HeadFile, feature_layers, is_head, read_head, save_head, shape_for
 from utils.models.gguf_model import convert_if_gguf
-from utils.models.head_file import HeadFile, is_head, read_head, save_head
 from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads

@@ -32,11 +32,10 @@ from utils.errors import UserError
 from utils.models import counted_seconds
 from utils.models.devices import Placement
 from utils.models.file_model import check_tensor, load_from_files
-from utils.models.hub import verified_download
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
-from utils.models.sources import Source, found_file, has_tokenizer
+from utils.models.sources import Source, found_file, has_tokenizer, verified_download
 from utils.text import byte_size, count_of
 
 DRAFTS = 2  # in the verify pass of `check_runs`

@@ -25,9 +25,8 @@ from utils.files import file_state, has_changed
 from utils.models import Count
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
-from utils.models.hub import cached_folder
 from utils.models.memory import plan_memory, weight_files
-from utils.models.sources import Source
+from utils.models.sources import Source, cached_folder
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -31,17 +31,16 @@ from utils.files import file_state
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
+from utils.models.draft_head import is_head, load_head
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf, split_digits
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.gguf_model import InBlocks, convert_if_gguf, load_in_blocks
-from utils.models.head_file import is_head, load_head
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
-from utils.pairs.compatibility import Compatibility, compare_models, describe_without_model
-from utils.pairs.pair import Pair, weight_notes
+from utils.pairs.pair import Compatibility, Pair, compare_models, describe_without_model, weight_notes
 from utils.pairs.request import (
     EMBEDDED,
     HEAD,

@@ -14,8 +14,7 @@ from shelf import fill_shelf, load, refusal
 from tiny import save_folder, tiny_head, tiny_llama, tiny_tokenizer
 
 from utils.errors import UserError
-from utils.models.draft_head import feature_layers
-from utils.models.head_file import REMEDY, HeadFile, load_head, read_head, save_head
+from utils.models.draft_head import REMEDY, HeadFile, feature_layers, load_head, read_head, save_head
 
 
 @pytest.fixture(scope="module")
