@@ -98,7 +98,7 @@ SAMPLING_PARTS = (
         "temperature",
         number(TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
-        lambda settings, value: replace(settings, processor=settings.processor.with_temperature(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
         summary="temperature, 0 to 100; 0: greedy",
         text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
@@ -111,7 +111,7 @@ SAMPLING_PARTS = (
         "top_k",
         number_or(number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
         lambda settings: settings.processor.top_k,
-        lambda settings, value: replace(settings, processor=settings.processor.with_top_k(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(top_k=value)),
         group="decoding",
         summary="sample from the K likeliest tokens",
         text="Sample from the K most likely tokens only. The temperature and top-p stay. With greedy decoding, which "
@@ -124,7 +124,7 @@ SAMPLING_PARTS = (
         "top_p",
         number_or(number(TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
-        lambda settings, value: replace(settings, processor=settings.processor.with_top_p(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
         summary="sample from a probability mass of P",
         text="Sample from the fewest tokens with a total probability of at least P. The temperature and top-k stay. "

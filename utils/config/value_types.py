@@ -183,26 +183,19 @@ class ProcessorSpec:
         """The temperature, which is 0 for a greedy processor."""
         return 0 if self.is_greedy else self.temperature
 
-    def with_temperature(self, temperature: float) -> "ProcessorSpec":
-        """With a new temperature. A temperature of 0 is greedy, which has neither top-k nor top-p."""
-        return self._changed(temperature, self.top_k, self.top_p)
+    def changed(self, **parts: float | None) -> "ProcessorSpec":
+        """With another temperature, top-k or top-p.
 
-    def with_top_k(self, top_k: int | None) -> "ProcessorSpec":
-        """With a new top-k. A temperature of 0 becomes 1."""
-        return self._changed(self._temperature_for(top_k), top_k, self.top_p)
-
-    def with_top_p(self, top_p: float | None) -> "ProcessorSpec":
-        """With a new top-p. A temperature of 0 becomes 1."""
-        return self._changed(self._temperature_for(top_p), self.top_k, top_p)
-
-    def _temperature_for(self, limit: float | None) -> float:
-        return 1 if self.effective_temperature == 0 and limit is not None else self.effective_temperature
-
-    def _changed(self, temperature: float, top_k: int | None, top_p: float | None) -> "ProcessorSpec":
+        A temperature of 0 is greedy, which has neither top-k nor top-p. With one of these it becomes 1.
+        """
+        before = {"temperature": self.effective_temperature, "top_k": self.top_k, "top_p": self.top_p}
+        after: dict[str, Any] = before | parts
         # An unchanged processor stays as typed: greedy may have a temperature.
-        if (temperature, top_k, top_p) == (self.effective_temperature, self.top_k, self.top_p):
+        if after == before:
             return self
-        return GREEDY if temperature == 0 else ProcessorSpec(temperature, top_k, top_p)
+        if "temperature" not in parts and not after["temperature"]:
+            after["temperature"] = 1
+        return ProcessorSpec(**after) if after["temperature"] else GREEDY
 
 
 GREEDY = ProcessorSpec(is_greedy=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +39,7 @@ from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
+from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
 from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, tensor_processor
 from utils.models.load_errors import explained_errors, quiet
@@ -47,7 +48,6 @@ from utils.models.sources import Source
 from utils.text import byte_size
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
-Adapt = Callable[[PreTrainedTokenizerBase], None]  # changes a tokenizer that was read from a GGUF file
 RECIPE = 1  # increase it whenever `convert` writes something else, so that older entries are rebuilt
 NOT_CACHED = "every start converts it again"
 SIZE_MARGIN = 1.05  # size of an entry over the size of its weights
@@ -74,8 +74,8 @@ class InBlocks(NamedTuple):
     blocks: GgufBlocks
 
 
-def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda tokenizer: None) -> InBlocks | str:
-    """Load a GGUF file for engines that compute its blocks. `adapt` corrects its tokenizer.
+def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
+    """Load a GGUF file for engines that compute its blocks.
 
     If no engine has a forward pass of its own for the model, returns a clause that says why it must be unpacked. Raises
     UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
@@ -93,7 +93,8 @@ def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda token
                     made.mkdir()
                     _unpack(source, made, model)
                     tokenizer = load_tokenizer(source)
-                    adapt(tokenizer)
+                    if source.name == MODEL_NAME:
+                        split_digits(tokenizer)
                     tokenizer.save_pretrained(made)
             except OSError as error:
                 raise UserError(

@@ -32,7 +32,7 @@ from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.draft_head import is_head, load_head
-from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf, split_digits
+from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
@@ -140,20 +140,14 @@ def _located(request: PairRequest, report: Reporter) -> Source:
 
 
 def _load_target(source: Source, request: PairRequest, where: Placement, prefix: str) -> LoadedTarget:
-    quantize, blocks = str(request.quantize), None
-    adapt = {"adapt": split_digits} if request.target == EMBEDDED else {}
-    loaded = load_in_blocks(source, where, **adapt) if request.engine_weights == "gguf" else ""
-    if isinstance(loaded, InBlocks):
-        model, tokenizer, blocks = loaded
-    else:
-        if loaded:
-            where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
-        converted = convert_if_gguf(source, where)
-        model, tokenizer = load_model(converted, quantize, where, drafts_with=prefix), load_tokenizer(converted)
+    quantize = str(request.quantize)
+    model, read, blocks = _read(source, quantize, where, prefix=prefix)
+    tokenizer = load_tokenizer(source) if read is None else read  # says that there is none
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
         weights = EngineWeights(request.engine_weights)
         if weights.format == "gguf":
+            # Without blocks no engine has a forward pass of its own, but some multiply with them.
             weights = EngineWeights("gguf", blocks or GgufBlocks(Path(source.location, str(source.gguf)), model))
             if not weights.blocks:
                 raise UserError(
@@ -161,6 +155,19 @@ def _load_target(source: Source, request: PairRequest, where: Placement, prefix:
                     "--engine-weights int4 or int8."
                 )
     return LoadedTarget(source.name, model, tokenizer, quantize, weights)
+
+
+def _read(
+    source: Source, quantize: str, where: Placement, *, prefix: str = ""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, GgufBlocks | None]:
+    """A model, its tokenizer if it has one, and the blocks of its GGUF file if engines compute it in these."""
+    if where.engine_weights == "gguf" and source.gguf and where.device == "cpu" and quantize == "none":
+        loaded = load_in_blocks(source, where)
+        if isinstance(loaded, InBlocks):
+            return loaded
+        where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
+    converted = convert_if_gguf(source, where)
+    return load_model(converted, quantize, where, drafts_with=prefix), optional_tokenizer(converted), None
 
 
 def _pair(
@@ -308,14 +315,7 @@ def _check_one_device(target: LoadedTarget, kind: str) -> None:
 
 
 def _load_model(source: Source, quantize: str, where: Placement, target: LoadedTarget) -> LoadedDrafter:
-    loaded, blocks = None, None
-    if where.engine_weights == "gguf" and source.gguf and where.device == "cpu" and quantize == "none":
-        loaded = load_in_blocks(source, where)
-    if isinstance(loaded, InBlocks):
-        model, tokenizer, blocks = loaded
-    else:
-        source = convert_if_gguf(source, where)
-        model, tokenizer = load_model(source, quantize, where), optional_tokenizer(source)
+    model, tokenizer, blocks = _read(source, quantize, where)
     with explained_errors(source.name), quiet():
         found = compare_models(target.model, target.tokenizer, model, tokenizer)
     if found.reason:

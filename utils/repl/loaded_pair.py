@@ -254,9 +254,7 @@ class BackgroundTask:
 
     def wait(self) -> None:
         """Wait for the thread, if there is one. Raises the thread's error once."""
-        thread, error = self._thread, None
-        while thread is not None and thread.is_alive():
-            thread.join(POLL)
+        self._join()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -272,9 +270,11 @@ class BackgroundTask:
     def stop(self) -> None:
         """End the thread as soon as possible."""
         self._stopped.set()
-        thread = self._thread
-        while thread is not None and thread.is_alive():
-            thread.join(POLL)
+        self._join()
+
+    def _join(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(POLL)
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread may start with another number
