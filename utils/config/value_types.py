@@ -231,7 +231,7 @@ PROCESSOR = ValueType("NAME ARGS", tuple(PROCESSORS), _processor, _shown_process
 
 COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
 COST = r"\d{1,4}(?:\.\d{1,9})?"  # float() would also accept "nan", "inf", signs and exponents
-# The table of one context length. Only one of two needs to name it.
+# The table of one context length, which a single table need not name.
 ONE_TABLE = rf"(?:at (\d{{1,9}})(?: ({COST}))?; )?verify((?: {COST})*)((?:; (?:read )?(?!read )[^; ]+ {COST})*)"
 
 
@@ -250,6 +250,7 @@ def _costs(text: str, current: Costs | None, limits: Limits) -> Costs | None:
 
 
 def _one_table(length: str, step: str, verify: str, others: str) -> Costs:
+    """The costs of the groups of ONE_TABLE."""
     draft, read = dict[str, float](), dict[str, float]()
     for *reads, kind, cost in (part.split() for part in others.split(";")[1:]):
         (read if reads else draft)[kind] = float(cost)
