@@ -85,10 +85,11 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
         return None
     size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
     where.report(f"loading {source.name} ({where.device}, {str(dtype).removeprefix('torch.')}, {size}) ...")
-    for name in _checked(source, tensors, where):
-        _place(model, name, tensors[name])
-    model.tie_weights()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in _checked(source, tensors, where):
+        if name in names:
+            _place(model, name, tensors[name])
+    model.tie_weights()
     model.name_or_path = source.name
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -180,16 +181,10 @@ def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement
 def _place(model: PreTrainedModel, name: str, entry: FileTensor) -> None:
     """Give a model one of its tensors, or a placeholder for it."""
     parent, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(parent)
-    except AttributeError:  # a tensor that the model does not have
-        return
-    current = module._parameters.get(leaf)
-    if current is None:
-        return
+    module = model.get_submodule(parent)
     if type(module) is nn.Linear and leaf == "weight":
         is_head = module is model.get_output_embeddings()
-        made = with_placeholder(entry.read(), entry) if is_head else placeholder(current, entry)
+        made = with_placeholder(entry.read(), entry) if is_head else placeholder(module.weight, entry)
     else:
         made = nn.Parameter(entry.read(), requires_grad=False)
     setattr(module, leaf, made)
