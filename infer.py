@@ -41,9 +41,8 @@ from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
-from utils.repl.line_input import LineHistory, history_path, input_waits, piped_lines, typed_lines
+from utils.repl.line_input import LineHistory, history_path, input_waits, piped_lines, quiet_keyboard, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
-from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of

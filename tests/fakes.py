@@ -25,8 +25,7 @@ from utils.comparison.warm_up import DraftSeconds
 from utils.config.settings import Settings
 from utils.engine import Engine, engine
 from utils.engine.forward_timing import WIDTHS, ForwardProbe
-from utils.pairs.compatibility import compare_models
-from utils.pairs.pair import Pair
+from utils.pairs.pair import Pair, compare_models
 from utils.pairs.request import PairRequest
 from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession

@@ -37,10 +37,7 @@ LADDER = (
     "utils",
 )
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
-LIGHT = (
-    *("utils.config.arguments", "utils.config.config_file", "utils.pairs.request"),
-    *("utils.servers.client", "utils.servers.kinds"),
-)
+LIGHT = ("utils.config.arguments", "utils.pairs.request", "utils.servers.client", "utils.servers.kinds")
 # The most modules that a module may bring with it, itself included.
 CLOSURES = {"sampling.speculative": 35, "utils.config.setting_table": 20}
 SCREEN_LIBRARIES = {"rich", "termcolor"}

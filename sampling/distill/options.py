@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,20 @@ from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
 KINDS = ("head", "eagle3")
-AUTO, FORMATS = "auto", ("bfloat16", "float32")  # of --dtype
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
-MAX_STEPS = 8
-MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps", "dtype")  # what a measurement depends on
+STEPS = WholeRange(1, 8)
+MEASURED = ("target", "prompts", "seed", "rows", "length", "batch", "steps")  # what a measurement depends on
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "rows": "conversations generated in parallel; together they form one page",
     "length": "tokens per conversation",
     "batch": "conversations per training step",
     "passes": "training passes over the generated text",
-    "steps": f"consecutive drafts to train for, at most {MAX_STEPS}",
     "vocabulary": "number of token ids that a head can draft",
 }
 
-count_flag = flag_type(WholeRange(1).parse)
+count_flag, steps_flag = flag_type(WholeRange(1).parse), flag_type(STEPS.parse)
 rate_flag = flag_type(RealRange("learning rate", 0, 1, excludes_low=True).parse)
 hours_flag = flag_type(RealRange("number of hours", 0, 9999, excludes_low=True).parse)
 
@@ -51,9 +50,8 @@ class TrainingPlan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. rows, length: the
-    shape of a page. dtype: the number format, one of FORMATS once the work has begun. batch: rows per training step.
-    steps: drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all
-    other weights. start: folder of a drafter to train further.
+    shape of a page. batch: rows per training step. steps: drafts that training is unrolled over. rate: Muon's learning
+    rate, for matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
     """
 
     target: str
@@ -61,7 +59,6 @@ class TrainingPlan:
     tokens: int = 1_000_000
     hours: float = 0.0
     device: str = "auto"
-    dtype: str = AUTO
     prompts: str | None = None
     start: str | None = None
     layers: str | None = None
@@ -97,23 +94,17 @@ def parse_options(argv: list[str] | None = None) -> Options:
 
     Invalid flags make argparse exit with status 2. Raises UserError if the flags do not fit the contents of the folder.
     """
-    parser = _parser()
+    parser, argv = _parser(), sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(argv)
     if flags.measure:
         if flags.start or flags.resume:
             parser.error(f"--{'start' if flags.start else 'resume'} has no effect with --measure: leave it out")
-        # A missing flag keeps the value that the namespace already has.
-        stored = argparse.Namespace(**_stored_settings(flags.out.expanduser()))
-        flags = parser.parse_args(argv, namespace=stored)
+        flags = parser.parse_args([*_stored_flags(flags.out.expanduser()), *argv])  # the last flag of a name wins
     if flags.rows < flags.batch:
         parser.error(f"--batch {flags.batch} is larger than --rows {flags.rows}, the conversations of a page")
     if flags.layers and (flags.start or flags.measure or flags.kind != "eagle3"):
         parser.error("--layers is for a new drafter of --kind eagle3: leave it out")
-    if flags.steps > MAX_STEPS:
-        parser.error(f"--steps {flags.steps} is out of range; choose 1 to {MAX_STEPS}")
-    values = {field.name: getattr(flags, field.name) for field in fields(TrainingPlan) if hasattr(flags, field.name)}
-    # With --resume the target may be omitted, and comes from the stored plan.
-    plan = TrainingPlan(**values | {"target": flags.target or ""})
+    plan = TrainingPlan(**{field.name: getattr(flags, field.name) for field in fields(TrainingPlan)})
     options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep, flags.measure)
     return _resumed(options) if options.resume else _checked(options)
 
@@ -130,23 +121,21 @@ def public_settings(plan: TrainingPlan) -> dict[str, Any]:
     return settings | {name: name.upper() for name in ("prompts", "start") if settings[name]}
 
 
-def _stored_settings(folder: Path) -> dict[str, Any]:
-    """What decides on the held-out page of the drafter in a folder, so that its measurement can be repeated.
+def _stored_flags(folder: Path) -> list[str]:
+    """The flags that decide on the held-out page of the drafter in a folder, so that its measurement can be repeated.
 
-    Empty if the folder has no such file. Raises UserError if it is damaged.
+    Raises UserError if the file with them is damaged.
     """
     file = folder / TRAINING_FILE
     if not file.is_file():
-        return {}
-    kinds = {field.name: type(field.default) for field in fields(TrainingPlan)} | {"target": str, "prompts": str}
+        return []
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        stored = {name: values[name] for name in MEASURED if values.get(name) is not None}
-    except (OSError, ValueError, AttributeError):
-        stored = {"seed": ""}  # of the wrong type
-    if any(type(value) is not kinds[name] or (value in (0, "") and name != "seed") for name, value in stored.items()):
-        raise UserError(f"{file} is damaged: delete it, and repeat the flags of the training.")
-    return {name: value for name, value in stored.items() if value != name.upper()}  # a path was left out
+        stored = json.loads(file.read_text(encoding="utf-8")).items()
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged: delete it, and repeat the flags of the training.") from error
+    # The name of a flag stands for a path that was left out.
+    known = {name: value for name, value in stored if name in MEASURED and value not in (None, name.upper())}
+    return [f"--{name}={value}" for name, value in known.items()]
 
 
 def _resumed(options: Options) -> Options:
@@ -178,30 +167,22 @@ def _checked(options: Options) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = TrainingPlan(target="")
     parser = argparse.ArgumentParser(
         prog="python -m sampling.distill",
         description="Train a drafter for a target model on text that the target generates itself.",
     )
     add = parser.add_argument
-    add("--target", metavar="ID|FOLDER|FILE.gguf|embedded", help="the target model")
+    # With --resume the target may be omitted, and comes from the stored plan.
+    add("--target", default="", metavar="ID|FOLDER|FILE.gguf|embedded", help="the target model")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write the drafter to")
     add(
         "--kind",
         choices=KINDS,
-        default="head",
         help="head: one decoder layer on the target's hidden states; eagle3: the same in the EAGLE-3 format, which "
         "other programs load too (default: head)",
     )
-    add(
-        "--hours",
-        type=hours_flag,
-        default=0.0,
-        metavar="H",
-        help="time limit, of which less than half is for generation",
-    )
-    add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    add("--dtype", choices=(AUTO, *FORMATS), default=AUTO, help="auto: bfloat16 where it is fast (default: auto)")
+    add("--hours", type=hours_flag, metavar="H", help="time limit, of which less than half is for generation")
+    add("--device", type=device_flag, metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
     add("--prompts", metavar="FILE", help="questions to answer, one per line (default: the target writes them too)")
     add("--start", metavar="FOLDER", help="continue training the drafter in this folder instead of a new one")
     add(
@@ -213,9 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="continue interrupted work in the --out folder")
     add("--keep", action="store_true", help="keep generated text and checkpoints in FOLDER/work when finished")
     add("--measure", action="store_true", help="only measure the drafter in the --out folder, on its held-out page")
-    add("--seed", type=seed_flag, default=0, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
+    add("--seed", type=seed_flag, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
     for name, meaning in COUNT_FLAGS.items():
-        default = getattr(defaults, name)
-        add(f"--{name}", type=count_flag, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    add("--rate", type=rate_flag, default=defaults.rate, metavar="R", help=f"learning rate (default: {defaults.rate})")
+        add(f"--{name}", type=count_flag, metavar="N", help=f"{meaning} (default: %(default)s)")
+    add(
+        "--steps", type=steps_flag, metavar="N", help=f"consecutive drafts to train for, {STEPS} (default: %(default)s)"
+    )
+    add("--rate", type=rate_flag, metavar="R", help="learning rate (default: %(default)s)")
+    parser.set_defaults(**asdict(TrainingPlan(target="")))
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import time
 from collections.abc import Callable
@@ -95,24 +94,9 @@ def missing_text(rates: Rates, rows: int, length: int) -> list[str]:
     return []
 
 
-def expectation(rates: Rates) -> list[str]:
-    """What to expect of a drafter on text like the held-out one, as a sentence, or nothing if nothing was counted."""
-    greedy = [rate for rate in rates["greedy"] if rate is not None]
-    if not greedy:
-        return []
-    # A draft counts if those before it in its round are accepted too. The target adds a token of its own.
-    tokens = 1 + sum(math.prod(greedy[: count + 1]) for count in range(len(greedy)))
-    drafts = f"{len(greedy)} drafts" if len(greedy) > 1 else "1 draft"
-    return [
-        f"to expect on greedy text like the held-out conversations: {greedy[0]:.0%} of first drafts are accepted, and "
-        f"a round of {drafts} gives {tokens:.2f} tokens"
-    ]
-
-
 def advice(rates: Rates, out: Path, target: str) -> list[str]:
-    """What to do with a finished drafter: what to expect of it, how to load it, and whether it is worth that."""
-    lines = expectation(rates)
-    lines += [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
+    """What to do with a finished drafter: how to load it, and whether it is worth that."""
+    lines = [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
     first = [values[0] for values in rates.values() if values[0] is not None]
     if first and max(first) < LOW_ACCEPTANCE:
         lines.append(

@@ -18,7 +18,7 @@ from memory_watch import Bounds, MemoryWatch, end_tree, resident
 from peers import WORKER, Peer, PeerFailed
 from probes import PASSAGE, ROOT
 
-from utils.config.value_types import CostTable, Limits
+from utils.config.value_types import COST_TABLE, Limits
 
 POLL_SECONDS = 0.02
 SHORT = "Tell me about the sea."
@@ -185,7 +185,7 @@ def _add_run(figures: Figures, length: int, record: dict[str, Any]) -> None:
 
 def _add_costs(figures: Figures, record: dict[str, Any]) -> None:
     """Add the costs of verify passes, in decode steps, and the engine."""
-    costs = CostTable().parse(record["settings"]["costs"], None, Limits())
+    costs = COST_TABLE.parse(record["settings"]["costs"], None, Limits())
     figures.verify = {width: 1 + costs.verify_cost(width - 1) for width in WIDTHS} if costs and costs.verify else {}
     engine = record["engine"]
     bits = "equal bits" if engine["verified"] else "bits not guaranteed"

@@ -15,8 +15,7 @@ from servers.server_sessions import server_session
 import infer
 from utils.commands import default_registry
 from utils.comparison import warm_up
-from utils.config.arguments import parse_arguments
-from utils.config.config_file import read_config
+from utils.config.arguments import parse_arguments, read_config
 from utils.config.settings import Settings
 from utils.engine import engine
 from utils.errors import UserError

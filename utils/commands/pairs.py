@@ -31,8 +31,6 @@ NOT_TRIED = (
     "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
     "checked on random weights."
 )
-
-LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
 CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
@@ -73,7 +71,8 @@ def _doctor(context: CommandContext) -> Outcome:
     events = _examined(harness, settings, drafter, done)
 
     def conclusion(_: Sequence[Finding]) -> list[str]:
-        return [line for found in done for line in _conclusion(found)]  # empty if it was interrupted
+        # Empty if it was interrupted.
+        return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
 
     return [
         RunReport(
@@ -89,7 +88,7 @@ def _examined(
     yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
     text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
     found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
-    if not other_readings(drafter, drafter.conventions):
+    if not other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
     if found.better is not None:
@@ -119,36 +118,11 @@ def _figures(reading: Reading, found: Examination) -> dict[str, object]:
         "reading": reading.name,
         **asdict(reading.conventions),
         "agreement": list(reading.agreement),
-        "positions": len(found.rounds),
+        "positions": found.positions,
         "is_used": reading is found.used,
         "reads_target": found.reads_target,
         "displaced_agreement": found.displaced,
     }
-
-
-def _conclusion(found: Examination) -> list[str]:
-    """Which reading is used, and whether the drafter fits the target at all."""
-    agreement, positions = found.used.agreement[0], len(found.rounds)
-    if not found.reads_target:
-        extent = "hardly" if agreement > found.displaced else "no"
-        return [
-            f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
-            f"from those of other positions ({found.displaced:.2f}), at {positions} positions: it was probably "
-            "made for a different target, or is read in a way that was not compared. Use a different --drafter."
-        ]
-    if found.better is not None:
-        place, before, now = found.gain()
-        return [
-            f"The drafter is now read with {found.better.name}: draft {place + 1} agrees with the target's text at "
-            f"{now:.2f} of {positions} positions, before at {before:.2f}.",
-            CORRECTED,
-        ]
-    lines = []
-    if len(found.readings) > 1:
-        lines.append(f"The present reading is right: no other one is significantly better at {positions} positions.")
-    if agreement < LITTLE:
-        lines.append(f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter.")
-    return lines or [f"The drafter reads its target: {agreement:.2f} of the first drafts agree with its text."]
 
 
 def _known(context: CommandContext) -> Outcome:

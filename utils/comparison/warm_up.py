@@ -83,7 +83,7 @@ def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) 
     shown = as_json(settings)
     # The key includes everything else that affects the time.
     key = " ".join([label, *(str(shown[name]) for name in ("verify", "processor", "cache"))])
-    if isinstance(drafter := harness.pair.drafter, FeatureDrafter) and drafter.origin is not None:
+    if isinstance(drafter := harness.pair.drafter, FeatureDrafter):
         key += f" {drafter.conventions}"  # the number of drafts in a block is one of them
     engine = harness.pair.engine
     if key not in engine.draft_seconds:  # the engine stores them together with the times of verify passes

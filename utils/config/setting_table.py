@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, WholeRange
 from utils.config.settings import Settings
-from utils.config.value_types import ON_OFF, Limits, Number, NumberOr, StorageKind, ValueType, WordChoice
+from utils.config.value_types import ON_OFF, STORAGE, Limits, ValueType, number, number_or
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.text import encodable
@@ -52,12 +52,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether it toggles between on and off without an argument."""
-        return isinstance(self.value_type, WordChoice) and self.value_type.is_switch
-
-    @property
-    def holds_bool(self) -> bool:
-        """Whether its value is true or false in a record."""
-        return self.is_switch and not isinstance(self.default, str)
+        return self.value_type.is_switch
 
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
@@ -101,9 +96,9 @@ def setting_fields() -> Mapping[str, Setting]:
 SAMPLING_PARTS = (
     Setting(
         "temperature",
-        Number(TEMPERATURE, usage="T"),
+        number(TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
-        lambda settings, value: replace(settings, processor=settings.processor.with_temperature(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
         summary="temperature, 0 to 100; 0: greedy",
         text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
@@ -114,9 +109,9 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_k",
-        NumberOr(Number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
+        number_or(number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
         lambda settings: settings.processor.top_k,
-        lambda settings, value: replace(settings, processor=settings.processor.with_top_k(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(top_k=value)),
         group="decoding",
         summary="sample from the K likeliest tokens",
         text="Sample from the K most likely tokens only. The temperature and top-p stay. With greedy decoding, which "
@@ -127,9 +122,9 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_p",
-        NumberOr(Number(TOP_P, usage="P"), "off", same=1),
+        number_or(number(TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
-        lambda settings, value: replace(settings, processor=settings.processor.with_top_p(value)),
+        lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
         summary="sample from a probability mass of P",
         text="Sample from the fewest tokens with a total probability of at least P. The temperature and top-k stay. "
@@ -142,7 +137,7 @@ SAMPLING_PARTS = (
 NGRAM_PARTS = (
     Setting(
         "ngram kind",
-        StorageKind(),
+        replace(STORAGE, show=attrgetter("kind")),
         lambda settings: settings.ngram_storage,
         partial(_put, "ngram_storage"),
         summary="orders of the stored n-grams",
@@ -150,7 +145,7 @@ NGRAM_PARTS = (
     ),
     Setting(
         "ngram order",
-        Number(NGRAM_ORDER),
+        number(NGRAM_ORDER),
         lambda settings: settings.ngram_storage.order,
         lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
         summary="order of the n-grams, 2 to 16",
@@ -233,10 +228,8 @@ def reset_unsupported(settings: Settings, limits: Limits) -> Settings:
 
 def as_json(settings: Settings) -> dict[str, bool | int | str]:
     """Settings for a record: numbers and booleans as they are, everything else as it would be typed."""
-    values = ((setting, setting.get(settings)) for setting in setting_fields().values())
-    recorded = {
-        setting.name: value if isinstance(value, bool | int) else setting.show(settings) for setting, value in values
-    }
+    values = ((row, row.get(settings)) for row in setting_fields().values())
+    recorded = {row.name: value if isinstance(value, int) else row.show(settings) for row, value in values}
     return recorded | {"chat": settings.uses_chat}  # the value in effect, not `auto`
 
 
@@ -258,12 +251,9 @@ def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, l
 
 def _typed(value: object, setting: Setting) -> str:
     """A recorded value as it would be typed. Raises UserError for a value that `as_json` never writes."""
-    if (
-        not isinstance(value, bool | int | str)
-        or isinstance(value, bool) != setting.holds_bool
-        # An empty text would toggle the setting.
-        or value == ""
-    ):
+    holds_bool = setting.is_switch and not isinstance(setting.default, str)
+    # An empty text would toggle the setting.
+    if not isinstance(value, int | str) or isinstance(value, bool) != holds_bool or value == "":
         raise UserError(f"{str(value)[:40]!r} is not a valid value.")
     if isinstance(value, bool) or value == setting.default:  # a default may be typed differently: 0 threads are "auto"
         return setting.value_type.show(value)

@@ -19,19 +19,19 @@ from utils.bounds import (
     WholeRange,
 )
 from utils.config.value_types import (
+    COST_TABLE,
+    DRAFTER_KINDS,
     GREEDY,
     ON_OFF,
-    CostTable,
-    DrafterKinds,
-    Number,
-    NumberOr,
+    PROCESSOR,
+    STORAGE,
+    SYSTEM_PROMPT,
     ProcessorSpec,
-    ProcessorType,
     StorageSpec,
-    StorageType,
-    SystemPrompt,
     ValueType,
-    WordChoice,
+    choice,
+    number,
+    number_or,
 )
 from utils.metrics.costs import Costs
 from utils.pairs.request import LOADED
@@ -89,7 +89,7 @@ class Settings:
     )
     beams: int = _setting(
         0,
-        Number(WholeRange(0, 16)),
+        number(WholeRange(0, 16)),
         "strategies",
         "a beam search with N beams, 0 to 16",
         text="Run a beam search with the target and a length penalty. N is its number of beams, 1 to 16; 0 turns it "
@@ -99,7 +99,7 @@ class Settings:
     )
     gamma: int | None = _setting(
         None,
-        NumberOr(Number(WholeRange(0, MAX_GAMMA)), "auto"),
+        number_or(number(WholeRange(0, MAX_GAMMA)), "auto"),
         "drafting",
         "maximum drafts per round, 0 to 63",
         text="The maximum number of tokens that are drafted before the target verifies them. With auto, every round "
@@ -113,7 +113,7 @@ class Settings:
     )
     drafter_kind: tuple[str, ...] = _setting(
         (LOADED,),
-        DrafterKinds(),
+        DRAFTER_KINDS,
         "drafting",
         "what drafts; several kinds are compared",
         text="What drafts for the strategy speculative. Several kinds are run one after the other.",
@@ -132,7 +132,7 @@ class Settings:
     )
     costs: Costs | None = _setting(
         None,
-        CostTable(),
+        COST_TABLE,
         "drafting",
         "costs of drafting and verifying",
         text="What verifying 1, 2, ... drafts costs in addition to a target forward over one token, and what one "
@@ -153,7 +153,7 @@ class Settings:
     )
     length: int = _setting(
         128,
-        Number(WholeRange(1), limit="context"),
+        number(WholeRange(1), limit="context"),
         "decoding",
         "maximum number of new tokens",
         text="The maximum number of new tokens of each answer, from 1 to the context length of the target. An answer "
@@ -164,7 +164,7 @@ class Settings:
     )
     processor: ProcessorSpec = _setting(
         GREEDY,
-        ProcessorType(),
+        PROCESSOR,
         "decoding",
         "temperature, top-k, top-p in one line",
         text="How the target's logits become the distribution that tokens are sampled from: temperature first, then "
@@ -181,7 +181,7 @@ class Settings:
     )
     seed: int = _setting(
         42,
-        Number(SEED),
+        number(SEED),
         "decoding",
         "seed of every strategy, 0 to 2**32 - 1",
         text="The random seed of every run, 0 to 2**32 - 1. The same seed, settings and models give the same texts.",
@@ -191,7 +191,7 @@ class Settings:
     )
     verify: str = _setting(
         "rejection",
-        WordChoice.of(RULES, "rule"),
+        choice(RULES, "rule"),
         "drafting",
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
@@ -206,7 +206,7 @@ class Settings:
     )
     engine: str = _setting(
         "auto",
-        WordChoice.of(ENGINES, "engine"),
+        choice(ENGINES, "engine"),
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
@@ -225,7 +225,7 @@ class Settings:
     )
     threads: int = _setting(
         0,
-        NumberOr(Number(THREADS), "auto", value=0),
+        number_or(number(THREADS), "auto", value=0),
         "decoding",
         "number of CPU threads",
         text="The number of CPU threads, at most the number of cores; auto: the fastest number, unless "
@@ -249,7 +249,7 @@ class Settings:
     )
     chat: bool | None = _setting(
         None,
-        WordChoice({"on": True, "off": False, "auto": None}, "value"),
+        choice({"on": True, "off": False, "auto": None}, "value"),
         "prompts",
         "put prompts into the chat template",
         text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
@@ -261,7 +261,7 @@ class Settings:
     )
     system: str | None = _setting(
         None,
-        SystemPrompt(),
+        SYSTEM_PROMPT,
         "prompts",
         "system prompt of the chat template",
         text="The system prompt of every prompt that is put into the chat template.",
@@ -293,13 +293,13 @@ class Settings:
         see_also=("chat",),
     )
     # Subcommands of /ngram set these four: `utils.config.setting_table.NGRAM_PARTS`.
-    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), StorageType())
-    ngram_limit: int = _setting(1_000_000, Number(NGRAM_LIMIT))
-    top_k_filler: int = _setting(3, Number(FILLER_TOP_K))
+    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
+    ngram_limit: int = _setting(1_000_000, number(NGRAM_LIMIT))
+    top_k_filler: int = _setting(3, number(FILLER_TOP_K))
     reset_in_between: bool = _setting(True, ON_OFF)
     debug: str = _setting(
         "off",
-        WordChoice.of(("on", "off", "full"), "level"),
+        choice(("on", "off", "full"), "level"),
         "results",
         "show every round while it runs",
         text="A line for each round has its drafts (+ accepted, - rejected), the target's token (= correction, * "

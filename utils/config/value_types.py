@@ -5,9 +5,9 @@ Limits of the loaded target are passed as Limits.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, RealRange, WholeRange
 from utils.errors import UserError, check_choice
@@ -23,120 +23,78 @@ class Limits:
     vocabulary: int = 1_000_000
 
 
-class ValueType(Protocol):
+@dataclass(frozen=True, slots=True)
+class ValueType:
     """How one type of value is written, parsed and shown.
 
+    `usage` is the argument in /help, and `words` are its completions. `parse` takes a text, the value to toggle from
+    and the limits; it raises UserError for a text that is not valid. `show` returns the value as it would be typed.
     Values are Any, because the settings table mixes value types.
     """
 
-    @property
-    def usage(self) -> str:
-        """The argument in /help."""
+    usage: str
+    words: tuple[str, ...]
+    parse: Callable[[str, Any, Limits], Any]
+    show: Callable[[Any], str] = str
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """Completions of the argument."""
-
-    def parse(self, text: str, current: Any, limits: Limits) -> Any:
-        """The parsed value of `text`. Raises UserError if it is not valid. `current` is the value to toggle from."""
-
-    def show(self, value: Any) -> str:
-        """The value as it would be typed."""
+    def is_switch(self) -> bool:
+        """Whether an empty text toggles it."""
+        return "on" in self.words
 
 
 # Words that are accepted for on and off.
 SWITCH_WORDS = dict.fromkeys(("yes", "true", "1"), "on") | dict.fromkeys(("no", "false", "0"), "off")
 
 
-@dataclass(frozen=True, slots=True)
-class WordChoice:
-    """One of a few words, with the value of each. `what` is the noun in messages.
+def choice(values: Mapping[str, Any] | Sequence[str], what: str) -> ValueType:
+    """One of a few words, which stand for themselves or have values. `what` is the noun in messages.
 
     With the words on and off it is a switch. An empty text turns it off, or on if it was off.
     """
+    known = dict(values) if isinstance(values, Mapping) else {word: word for word in values}
+    usage, is_switch = "|".join(known), "on" in known
 
-    values: Mapping[str, Any]
-    what: str
+    def show(value: Any) -> str:
+        return next(word for word, each in known.items() if each == value)
 
-    @classmethod
-    def of(cls, words: Sequence[str], what: str) -> "WordChoice":
-        """Words whose values are themselves."""
-        return cls({word: word for word in words}, what)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return tuple(self.values)
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether an empty text toggles it."""
-        return "on" in self.values
-
-    @property
-    def usage(self) -> str:
-        words = "|".join(self.values)
-        return f"[{words}]" if self.is_switch else words
-
-    def parse(self, text: str, current: Any, limits: Limits) -> Any:
+    def parse(text: str, current: Any, limits: Limits) -> Any:
         word = text.lower()
-        if self.is_switch:
-            word = SWITCH_WORDS.get(word, word) or ("on" if self.show(current) == "off" else "off")
-        return self.values[check_choice(word, self.words, self.what)]
+        if is_switch:
+            word = SWITCH_WORDS.get(word, word) or ("on" if show(current) == "off" else "off")
+        return known[check_choice(word, tuple(known), what)]
 
-    def show(self, value: Any) -> str:
-        return next(word for word, known in self.values.items() if known == value)
-
-
-ON_OFF = WordChoice({"on": True, "off": False}, "value")
+    return ValueType(f"[{usage}]" if is_switch else usage, tuple(known), parse, show)
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+ON_OFF = choice({"on": True, "off": False}, "value")
+
+
+def number(allowed: WholeRange | RealRange, limit: str = "", usage: str = "N") -> ValueType:
     """A number in a range, or up to the field of Limits that `limit` names."""
 
-    allowed: WholeRange | RealRange
-    limit: str = ""
-    usage: str = "N"
-    words: tuple[str, ...] = ()
+    def parse(text: str, current: Any, limits: Limits) -> float:
+        return (WholeRange(int(allowed.low), getattr(limits, limit)) if limit else allowed).parse(text)
 
-    def parse(self, text: str, current: float, limits: Limits) -> float:
-        allowed = self.allowed
-        if self.limit and isinstance(allowed, WholeRange):
-            allowed = WholeRange(allowed.low, getattr(limits, self.limit))
-        return allowed.parse(text)
-
-    def show(self, value: float) -> str:
-        return shortest(value)
+    return ValueType(usage, (), parse, shortest)
 
 
-@dataclass(frozen=True, slots=True)
-class NumberOr:
+def number_or(known: ValueType, word: str, value: int | None = None, same: float | None = None) -> ValueType:
     """A number, or a word that stands for `value`. `same` is a number with the same meaning."""
 
-    number: Number
-    word: str
-    value: int | None = None
-    same: float | None = None
-
-    @property
-    def usage(self) -> str:
-        return f"{self.number.usage}|{self.word}"
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return (self.word,)
-
-    def parse(self, text: str, current: float | None, limits: Limits) -> float | None:
-        if text.lower() == self.word:
-            return self.value
+    def parse(text: str, current: Any, limits: Limits) -> float | None:
+        if text.lower() == word:
+            return value
         try:
-            number = self.number.parse(text, 0, limits)
+            parsed: float = known.parse(text, 0, limits)
         except UserError as error:
-            raise UserError(f"{str(error).removesuffix('.')}, or {self.word}.") from error
-        return self.value if number == self.same else number
+            raise UserError(f"{str(error).removesuffix('.')}, or {word}.") from error
+        return value if parsed == same else parsed
 
-    def show(self, value: float | None) -> str:
-        return self.word if value == self.value or value is None else self.number.show(value)
+    def show(current: float | None) -> str:
+        return word if current == value or current is None else known.show(current)
+
+    return ValueType(f"{known.usage}|{word}", (word,), parse, show)
 
 
 def shortest(number: float) -> str:
@@ -145,23 +103,17 @@ def shortest(number: float) -> str:
     return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
 
 
-@dataclass(frozen=True, slots=True)
-class SystemPrompt:
-    """A system prompt. None is the default of the chat template; an empty text is an empty system prompt."""
+def _system_prompt(text: str, current: str | None, limits: Limits) -> str | None:
+    if not text:
+        raise UserError("Give a system prompt, 'none' for an empty one, or 'default' for that of the chat template.")
+    # Case-sensitive and exact, so that a system prompt may begin with one of these words.
+    return {"default": None, "none": ""}.get(text, text)
 
-    usage: str = "TEXT"
-    words: tuple[str, ...] = ("none", "default")
 
-    def parse(self, text: str, current: str | None, limits: Limits) -> str | None:
-        if not text:
-            raise UserError(
-                "Give a system prompt, 'none' for an empty one, or 'default' for that of the chat template."
-            )
-        # Case-sensitive and exact, so that a system prompt may begin with one of these words.
-        return {"default": None, "none": ""}.get(text, text)
-
-    def show(self, value: str | None) -> str:
-        return {None: "default", "": "none"}.get(value, value or "none")
+# None is the default of the chat template; an empty text is an empty system prompt.
+SYSTEM_PROMPT = ValueType(
+    "TEXT", ("none", "default"), _system_prompt, lambda value: "default" if value is None else value or "none"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,55 +127,29 @@ class StorageSpec:
         return f"{self.kind} {self.order}"
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A kind of n-gram storage and its order."""
-
-    usage: str = "basic|onelevel N"
-    words: tuple[str, ...] = ("basic", "onelevel")
-
-    def parse(self, text: str, current: StorageSpec, limits: Limits) -> StorageSpec:
-        parts = text.split()
-        if len(parts) != 2:
-            raise UserError(f"Give 'basic N' or 'onelevel N' with an order N from {NGRAM_ORDER}, for example: basic 3.")
-        return StorageSpec(check_choice(parts[0].lower(), self.words, "storage"), NGRAM_ORDER.parse(parts[1]))
-
-    def show(self, value: StorageSpec) -> str:
-        return str(value)
+STORAGES = ("basic", "onelevel")
 
 
-@dataclass(frozen=True, slots=True)
-class StorageKind(StorageType):
-    """The kind of n-gram storage alone, or with a new order."""
-
-    usage: str = "basic|onelevel"
-
-    def parse(self, text: str, current: StorageSpec, limits: Limits) -> StorageSpec:
-        kind, _, order = text.lower().partition(" ")
-        kind = check_choice(kind, self.words, "storage")
-        return StorageSpec(kind, NGRAM_ORDER.parse(order.strip()) if order else current.order)
-
-    def show(self, value: StorageSpec) -> str:
-        return value.kind
+def _storage(text: str, current: StorageSpec, limits: Limits) -> StorageSpec:
+    """A kind of storage, alone or with a new order."""
+    kind, _, order = text.lower().partition(" ")
+    kind = check_choice(kind, STORAGES, "storage")
+    return StorageSpec(kind, NGRAM_ORDER.parse(order.strip()) if order else current.order)
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterKinds:
-    """One or more drafter kinds. Repeated ones count once."""
+STORAGE = ValueType("basic|onelevel", STORAGES, _storage)
 
-    usage: str = "KIND ..."
-    words: tuple[str, ...] = DRAFTERS
 
-    def parse(self, text: str, current: tuple[str, ...], limits: Limits) -> tuple[str, ...]:
-        kinds = tuple(dict.fromkeys(text.lower().split()))
-        if not kinds:
-            raise UserError(f"Give one or more of {', '.join(self.words)}.")
-        for kind in kinds:
-            check_drafter(kind)
-        return kinds
+def _drafter_kinds(text: str, current: tuple[str, ...], limits: Limits) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(text.lower().split()))  # repeated ones count once
+    if not kinds:
+        raise UserError(f"Give one or more of {', '.join(DRAFTERS)}.")
+    for kind in kinds:
+        check_drafter(kind)
+    return kinds
 
-    def show(self, value: tuple[str, ...]) -> str:
-        return " ".join(value)
+
+DRAFTER_KINDS = ValueType("KIND ...", DRAFTERS, _drafter_kinds, " ".join)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,26 +183,19 @@ class ProcessorSpec:
         """The temperature, which is 0 for a greedy processor."""
         return 0 if self.is_greedy else self.temperature
 
-    def with_temperature(self, temperature: float) -> "ProcessorSpec":
-        """With a new temperature. A temperature of 0 is greedy, which has neither top-k nor top-p."""
-        return self._changed(temperature, self.top_k, self.top_p)
+    def changed(self, **parts: float | None) -> "ProcessorSpec":
+        """With another temperature, top-k or top-p.
 
-    def with_top_k(self, top_k: int | None) -> "ProcessorSpec":
-        """With a new top-k. A temperature of 0 becomes 1."""
-        return self._changed(self._temperature_for(top_k), top_k, self.top_p)
-
-    def with_top_p(self, top_p: float | None) -> "ProcessorSpec":
-        """With a new top-p. A temperature of 0 becomes 1."""
-        return self._changed(self._temperature_for(top_p), self.top_k, top_p)
-
-    def _temperature_for(self, limit: float | None) -> float:
-        return 1 if self.effective_temperature == 0 and limit is not None else self.effective_temperature
-
-    def _changed(self, temperature: float, top_k: int | None, top_p: float | None) -> "ProcessorSpec":
+        A temperature of 0 is greedy, which has neither top-k nor top-p. With one of these it becomes 1.
+        """
+        before = {"temperature": self.effective_temperature, "top_k": self.top_k, "top_p": self.top_p}
+        after: dict[str, Any] = before | parts
         # An unchanged processor stays as typed: greedy may have a temperature.
-        if (temperature, top_k, top_p) == (self.effective_temperature, self.top_k, self.top_p):
+        if after == before:
             return self
-        return GREEDY if temperature == 0 else ProcessorSpec(temperature, top_k, top_p)
+        if "temperature" not in parts and not after["temperature"]:
+            after["temperature"] = 1
+        return ProcessorSpec(**after) if after["temperature"] else GREEDY
 
 
 GREEDY = ProcessorSpec(is_greedy=True)
@@ -286,90 +205,56 @@ PROCESSORS = {"greedy": "[T]", "multinomial": "T", "topk": "T K", "nucleus": "T 
 PROCESSOR_EXAMPLES = {"T": "0.8", "K": "40", "P": "0.95"}
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessorType:
-    """One of the five processors with its arguments, such as "nucleus 0.8 0.95"."""
+def _processor(text: str, current: ProcessorSpec, limits: Limits) -> ProcessorSpec:
+    name, *arguments = text.split() or [""]
+    name = check_choice(name.lower(), tuple(PROCESSORS), "processor")
+    ranges: dict[str, WholeRange | RealRange] = {"T": TEMPERATURE, "K": WholeRange(1, limits.vocabulary), "P": TOP_P}
+    pattern = PROCESSORS[name]
+    letters = pattern.strip("[]").split()
+    if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
+        example = " ".join(PROCESSOR_EXAMPLES[letter] for letter in letters)
+        allowed = ", ".join(f"{letter} {ranges[letter]}" for letter in letters)
+        raise UserError(f"{name} takes {pattern} ({allowed}), for example: /processor {name} {example}.")
+    values: dict[str, Any] = {
+        letter: ranges[letter].parse(word) for letter, word in zip(letters, arguments, strict=False)
+    }
+    return ProcessorSpec(values.get("T", 1), values.get("K"), values.get("P"), is_greedy=name == "greedy")
 
-    usage: str = "NAME ARGS"
-    words: tuple[str, ...] = tuple(PROCESSORS)
 
-    def parse(self, text: str, current: ProcessorSpec, limits: Limits) -> ProcessorSpec:
-        name, *arguments = text.split() or [""]
-        name = check_choice(name.lower(), self.words, "processor")
-        pattern = PROCESSORS[name]
-        ranges: dict[str, WholeRange | RealRange] = {
-            "T": TEMPERATURE,
-            "K": WholeRange(1, limits.vocabulary),
-            "P": TOP_P,
-        }
-        letters = pattern.strip("[]").split()
-        if len(arguments) != len(letters) and not (pattern.startswith("[") and not arguments):
-            example = " ".join(PROCESSOR_EXAMPLES[letter] for letter in letters)
-            allowed = ", ".join(f"{letter} {ranges[letter]}" for letter in letters)
-            raise UserError(f"{name} takes {pattern} ({allowed}), for example: /processor {name} {example}.")
-        values: dict[str, Any] = {
-            letter: ranges[letter].parse(word) for letter, word in zip(letters, arguments, strict=False)
-        }
-        return ProcessorSpec(values.get("T", 1), values.get("K"), values.get("P"), is_greedy=name == "greedy")
+def _shown_processor(value: ProcessorSpec) -> str:
+    # A greedy processor has a temperature that was not typed, unless it differs from the default.
+    return value.name if value == GREEDY else " ".join([value.name, *map(shortest, value.arguments)])
 
-    def show(self, value: ProcessorSpec) -> str:
-        # A greedy processor has a temperature that was not typed, unless it differs from the default.
-        return value.name if value == GREEDY else " ".join([value.name, *map(shortest, value.arguments)])
 
+# One of the five processors with its arguments, such as "nucleus 0.8 0.95".
+PROCESSOR = ValueType("NAME ARGS", tuple(PROCESSORS), _processor, _shown_processor)
 
 COST_TABLE_EXAMPLE = "verify 0.1 0.15 0.2; head 0.07"
+COST = r"\d{1,4}(?:\.\d{1,9})?"  # float() would also accept "nan", "inf", signs and exponents
+# The table of one context length, which a single table need not name.
+ONE_TABLE = rf"(?:at (\d{{1,9}})(?: ({COST}))?; )?verify((?: {COST})*)((?:; (?:read )?(?!read )[^; ]+ {COST})*)"
 
 
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """The costs of verifying and drafting on one line. With the word `measure` it is None: they are measured before a
-    run.
-    """
-
-    usage: str = "measure|TABLE"
-    words: tuple[str, ...] = ("measure",)
-
-    def parse(self, text: str, current: Costs | None, limits: Limits) -> Costs | None:
-        if text.lower() == "measure":
-            return None
-        try:
-            return _table(text)
-        except ValueError as error:
-            raise UserError(f"Write 'measure', or a table such as: {COST_TABLE_EXAMPLE}.") from error
-
-    def show(self, value: Costs | None) -> str:
-        return "measure" if value is None else "; ".join(_parts(value))
+def _costs(text: str, current: Costs | None, limits: Limits) -> Costs | None:
+    if text.lower() == "measure":
+        return None
+    normal = re.sub(" ?; ?", "; ", " ".join(text.split()))
+    tables = [re.fullmatch(ONE_TABLE, part, re.ASCII) for part in re.split("; (?=at )", normal)]
+    costs = [_one_table(*match.groups("")) for match in tables if match]
+    is_valid = len(costs) == len(tables) and (
+        len(costs) == 1 or (len(costs) == 2 and 0 < costs[0].length < costs[1].length)
+    )
+    if not is_valid:
+        raise UserError(f"Write 'measure', or a table such as: {COST_TABLE_EXAMPLE}.")
+    return replace(costs[0], longer=costs[1] if costs[1:] else None)
 
 
-def _table(text: str) -> Costs:
-    """A table in the form of `_parts`. Raises ValueError for anything else."""
-    parts = [part.split() for part in text.split(";")]
-    starts = [index for index, part in enumerate(parts) if part[:1] == ["at"]]
-    # A table for one context length need not name it.
-    if starts in ([], [0]):
-        return _one_table(parts)
-    first, second = starts
-    if first != 0:
-        raise ValueError(text)
-    longer = _one_table(parts[second:])
-    shorter = _one_table(parts[:second])
-    if not 0 < shorter.length < longer.length:
-        raise ValueError(text)
-    return replace(shorter, longer=longer)
-
-
-def _one_table(parts: Sequence[list[str]]) -> Costs:
-    """The table of one context length. A missing word also raises ValueError, by unpacking."""
-    if parts[0][:1] != ["at"]:
-        parts = [["at", "0"], *parts]
-    (_, length, *step), (name, *verify), *others = parts
-    reading = [part[1:] for part in others if part[:1] == ["read"]]
-    drafting = [part for part in others if part[:1] != ["read"]]
-    if name != "verify" or any(len(cost) != 2 for cost in (*drafting, *reading)) or len(step) > 1:
-        raise ValueError(name)
-    draft, read = ({kind: _cost(word) for kind, word in costs} for costs in (drafting, reading))
-    ratio = _cost(step[0]) if step else 1.0
-    return Costs.of([_cost(word) for word in verify], draft, read, length=_length(length), step=ratio)
+def _one_table(length: str, step: str, verify: str, others: str) -> Costs:
+    """The costs of the groups of ONE_TABLE."""
+    draft, read = dict[str, float](), dict[str, float]()
+    for *reads, kind, cost in (part.split() for part in others.split(";")[1:]):
+        (read if reads else draft)[kind] = float(cost)
+    return Costs.of(list(map(float, verify.split())), draft, read, length=int(length or 0), step=float(step or 1))
 
 
 def _parts(costs: Costs) -> list[str]:
@@ -382,14 +267,7 @@ def _parts(costs: Costs) -> list[str]:
     return parts if costs.longer is None else [*parts, *_parts(costs.longer)]
 
 
-def _length(word: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", word, re.ASCII):
-        raise ValueError(word)
-    return int(word)
-
-
-def _cost(word: str) -> float:
-    # float() would also accept "nan", "inf", signs and exponents.
-    if not re.fullmatch(r"\d{1,4}(\.\d{1,9})?", word, re.ASCII):
-        raise ValueError(word)
-    return float(word)
+# The costs of verifying and drafting on one line. With the word `measure` it is None: they are measured before a run.
+COST_TABLE = ValueType(
+    "measure|TABLE", ("measure",), _costs, lambda value: "measure" if value is None else "; ".join(_parts(value))
+)

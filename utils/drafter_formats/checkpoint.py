@@ -18,9 +18,8 @@ from torch import Tensor
 
 from utils.errors import UserError
 from utils.files import check_regular
-from utils.models.hub import verified_download
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import Source, found_file
+from utils.models.sources import Source, found_file, verified_download
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PREFIX = "model."  # some exports put it before every name

@@ -21,7 +21,7 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, DrafterCheckpoint
 from utils.errors import UserError
 from utils.files import read_text, replacing
-from utils.models.target_identity import fingerprint, is_same_target, target_sizes
+from utils.models.draft_head import fingerprint, is_same_target, target_sizes
 
 NAME, VERSION = "target.json", 1
 REMEDY = "name a drafter of this target, or train one with `python -m sampling.distill`"

@@ -90,7 +90,7 @@ class Engine:
         identity: str = "",
     ) -> None:
         self._models, self._helpers, self._weights = list(models), list(helpers), weights
-        self._target, self._identity = models[0], identity
+        self._target, self.identity = models[0], identity
         self.format = weight_format(self._target) if weights.as_loaded else weights.format
         self.report: Report = unreported
         self.results: ResultFile | None = None
@@ -217,9 +217,9 @@ class Engine:
 
     def _key_of(self, name: str, thread_count: int) -> str:
         """The key under which results are stored. Empty if they are not stored."""
-        if self.results is None or not self._identity:
+        if self.results is None or not self.identity:
             return ""
-        return result_key(self._identity, weights=self.format, engine=name, threads=thread_count)
+        return result_key(self.identity, weights=self.format, engine=name, threads=thread_count)
 
     def _stored(self, name: str, thread_count: int) -> StoredResult | None:
         """A result of an earlier start that still holds."""

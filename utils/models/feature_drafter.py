@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,27 +28,14 @@ class Conventions:
     norm_before_head: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a published drafter comes from.
-
-    `files` have its config and weights. `declared` are the conventions that they state, or the usual ones.
-    `is_ambiguous` is True if programs disagree about how to read such files.
-    """
-
-    files: tuple[Path, ...]
-    declared: Conventions
-    is_ambiguous: bool
-
-
 class FeatureDrafter(nn.Module, ABC):
     """A drafter that continues from hidden states (features) of its target, concatenated to size F.
 
     `conventions` are how its checkpoint is read; another value takes effect at once. `config` has the target's
     vocabulary size, and describes the layers that have a cache. Like a model it has a device, a dtype and a
-    name_or_path. `origin` is None if its files leave nothing to convention. `target_layers` is the number of the
-    target's layers, or 0 if programs agree on which of them it reads. `doubtful` are the other conventions in which
-    programs differ.
+    name_or_path. `is_ambiguous` is True if programs disagree about how to read its files. `target_layers` is the number
+    of the target's layers, or 0 if programs agree on which of them it reads. `doubtful` are the other conventions in
+    which programs differ.
     """
 
     conventions: Conventions
@@ -57,7 +43,7 @@ class FeatureDrafter(nn.Module, ABC):
     device: Any
     dtype: Any
     name_or_path: str
-    origin: Origin | None = None
+    is_ambiguous: bool = False
     target_layers: int = 0
     doubtful: tuple[str, ...] = ()
 

@@ -25,14 +25,12 @@ from utils.files import file_state, has_changed
 from utils.models import Count
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
-from utils.models.hub import cached_folder
 from utils.models.memory import plan_memory, weight_files
-from utils.models.sources import Source
+from utils.models.sources import Source, cached_folder
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DOWNLOADED = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
-DAMAGED = "'{}' holds NaN or infinite weights (in {}): fetch or copy it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +92,25 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
         return None
     size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
     where.report(f"loading {source.name} ({where.device}, {str(dtype).removeprefix('torch.')}, {size}) ...")
-    for name in _checked(source, tensors, where):
-        _place(model, name, tensors[name])
-    model.tie_weights()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in _checked(source, tensors, where):
+        if name in names:
+            _place(model, name, tensors[name])
+    model.tie_weights()
     model.name_or_path = source.name
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     finish(model)
     return LoadedFromFiles(model, sorted({*tensors} - names))
+
+
+def check_tensor(tensor: Tensor, model: str, name: str) -> None:
+    """Raise UserError if a weight of a model is NaN or infinite."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return
+    # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
+    if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        raise UserError(f"'{model}' holds NaN or infinite weights (in {name}): fetch or copy it again.")
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -171,12 +179,9 @@ def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement
         # Opened for each tensor: pages that were read count as memory of this process until the file is closed.
         with safe_open(entry.path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-            # NaN and infinity propagate to the extremes, so no mask as large as the weight is needed.
-            extremes = torch.stack(tensor.aminmax()) if tensor.is_floating_point() and tensor.numel() else torch.ones(1)
+            check_tensor(tensor, source.name, name)
             done += tensor.nbytes
             del tensor
-        if not torch.isfinite(extremes).all():
-            raise UserError(DAMAGED.format(source.name, name))
         where.report(Count(f"reading {source.name}: {byte_size(done)} of {byte_size(total)}"))
         yield name
 
@@ -184,16 +189,10 @@ def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement
 def _place(model: PreTrainedModel, name: str, entry: FileTensor) -> None:
     """Give a model one of its tensors, or a placeholder for it."""
     parent, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(parent)
-    except AttributeError:  # a tensor that the model does not have
-        return
-    current = module._parameters.get(leaf)
-    if current is None:
-        return
+    module = model.get_submodule(parent)
     if type(module) is nn.Linear and leaf == "weight":
         is_head = module is model.get_output_embeddings()
-        made = with_placeholder(entry.read(), entry) if is_head else placeholder(current, entry)
+        made = with_placeholder(entry.read(), entry) if is_head else placeholder(module.weight, entry)
     else:
         made = nn.Parameter(entry.read(), requires_grad=False)
     setattr(module, leaf, made)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,8 @@ from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
-from utils.models.file_model import DAMAGED, empty_model, finish, layer_linears
+from utils.models.embedded import MODEL_NAME, split_digits
+from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
 from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, tensor_processor
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import free_bytes
@@ -47,7 +48,6 @@ from utils.models.sources import Source
 from utils.text import byte_size
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
-Adapt = Callable[[PreTrainedTokenizerBase], None]  # changes a tokenizer that was read from a GGUF file
 RECIPE = 1  # increase it whenever `convert` writes something else, so that older entries are rebuilt
 NOT_CACHED = "every start converts it again"
 SIZE_MARGIN = 1.05  # size of an entry over the size of its weights
@@ -78,8 +78,8 @@ class InBlocks(NamedTuple):
     blocks: GgufBlocks
 
 
-def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda tokenizer: None) -> InBlocks | str:
-    """Load a GGUF file for engines that compute its blocks. `adapt` corrects its tokenizer.
+def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
+    """Load a GGUF file for engines that compute its blocks.
 
     If no engine has a forward pass of its own for the model, returns a clause that says why it must be unpacked. Raises
     UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
@@ -97,7 +97,8 @@ def load_in_blocks(source: Source, where: Placement, adapt: Adapt = lambda token
                     made.mkdir()
                     _unpack(source, made, model)
                     tokenizer = load_tokenizer(source)
-                    adapt(tokenizer)
+                    if source.name == MODEL_NAME:
+                        split_digits(tokenizer)
                     tokenizer.save_pretrained(made)
             except OSError as error:
                 raise UserError(
@@ -133,14 +134,11 @@ def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
     reader = GGUFReader(path)
     index = block_index(reader, model)
     dense = _dense_tensors(reader, model, index)
-    for name, tensor in dense.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(DAMAGED.format(source.name, name))
     blocks = GgufBlocks(path, model, index)
-    for name, block in blocks.items():
-        parts = (block.scales, block.minimums)
-        if not all(torch.isfinite(part).all() for part in parts if part is not None):
-            raise UserError(DAMAGED.format(source.name, name))
+    in_blocks = ((name, part) for name, block in blocks.items() for part in (block.scales, block.minimums))
+    for name, tensor in (*dense.items(), *in_blocks):
+        if tensor is not None:
+            check_tensor(tensor, source.name, name)
     if missing := _set_weights(model, dense, blocks):
         raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
     save_file(dense, folder / DENSE, metadata={"format": "pt"})

@@ -22,8 +22,7 @@ from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 from utils.models.devices import Placement
-from utils.models.hub import cached_folder
-from utils.models.sources import Source
+from utils.models.sources import Source, cached_folder
 from utils.text import byte_size
 
 # Bytes per weight by safetensors format. All other formats are packed, and stay packed after loading.

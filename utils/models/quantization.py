@@ -16,7 +16,6 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
 from utils.freed_memory import release_memory
-from utils.models.load_errors import first_line, is_out_of_memory
 
 QUANTO, BITSANDBYTES = ("int8", "int4"), ("bnb-int8", "nf4")
 OUTLIER_THRESHOLD = 6.0  # of LLM.int8 (Dettmers et al. 2022, arXiv 2208.07339), and transformers' default
@@ -65,7 +64,7 @@ def quantization_arguments(kind: str, dtype: torch.dtype | str) -> dict[str, Any
 
 
 def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
-    """Quantize in place what `quantization_arguments` could not, and check that the model runs.
+    """Quantize in place what `quantization_arguments` could not.
 
     The output head keeps its precision, because it decides the tokens. Raises UserError if the model, called `name` in
     messages, cannot be quantized this way.
@@ -93,7 +92,6 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
     # The weights that are left would otherwise keep the unquantized checkpoint file in memory.
     _release_mapped_file(model)
     release_memory()
-    check_forward(model, kind, name)
 
 
 def _release_mapped_file(model: PreTrainedModel) -> None:
@@ -111,24 +109,6 @@ def has_nf4_kernel() -> bool:
     from bitsandbytes.nn.modules import has_avx512bf16
 
     return bool(has_avx512bf16())
-
-
-def check_forward(model: PreTrainedModel, kind: str, name: str) -> None:
-    """Run one and three tokens, because some kernels fail only when they are called. Raises UserError if one does."""
-    try:
-        # A decode step and a verify pass may use different kernels.
-        for width in (1, 3):
-            ids = torch.zeros((1, width), dtype=torch.long, device=model.device)
-            decoder_ids = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-            with torch.no_grad():
-                model(input_ids=ids, use_cache=False, **decoder_ids)
-    except Exception as error:  # anything that a kernel raises
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"'{name}' does not run in {kind} on {model.device}, {model.dtype} ({first_line(error)}): use a different "
-            "--quantize."
-        ) from error
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

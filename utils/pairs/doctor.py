@@ -7,15 +7,12 @@ predict the target's own text.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +21,10 @@ from sampling.drafters.feature_sessions import feature_session
 from utils.decode.decoding import Decoding
 from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
+from utils.engine.stored_results import EntryFile
 from utils.errors import UserError
-from utils.files import file_state
+from utils.models import Reporter
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
-from utils.models.target_identity import fingerprint
 from utils.pairs.pair import Pair
 
 OWN_PROMPT = "Explain in a few paragraphs how bread is made, from the field to the table."
@@ -38,10 +35,11 @@ PASSAGE = 4  # repeated passages of this many tokens count once
 GROUP = 4  # neighbouring rounds predict the same tokens, so they count together
 LEAST_GROUPS = 11  # fewer groups cannot show that one of ten readings is significantly better
 SIGNIFICANCE = 0.01  # the maximum probability of replacing a reading although no other one is better
+LITTLE = 0.15  # agreement of the first draft below which a drafter is of little use
 SHIFTS = {
-    0: "",
-    1: "layer ids read as outputs of layers, one later",
-    -1: "layer ids read as inputs of layers, one earlier",
+    "": 0,
+    "layer ids read as outputs of layers, one later": 1,
+    "layer ids read as inputs of layers, one earlier": -1,
 }
 # The name of a reading whose convention is changed to False or to True.
 CHANGED = {
@@ -50,11 +48,10 @@ CHANGED = {
     "norm_before_head": ("no final norm before the output head", "the final norm before the output head"),
     "from_anchor": ("no drafts from the first slot of a block", "drafts from the first slot of a block"),
 }
-READINGS = "readings"  # in the cache folder: the readings found, one file for each drafter and target
+READINGS, MOST = "readings.json", 32  # the readings found, in the cache folder, and how many are kept
 COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
-Reporter = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,51 @@ class Reading:
     def agreement(self) -> tuple[float, ...]:
         """For each draft in a row, the share of positions at which it was right."""
         return tuple(self.hits.float().mean(0).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The results of an examination.
+
+    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
+    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
+    than with the right ones.
+    """
+
+    positions: int
+    readings: list[Reading]
+    used: Reading
+    displaced: float
+    reads_target: bool
+
+    @property
+    def better(self) -> Reading | None:
+        """The reading that is significantly better than the present one."""
+        return None if self.used is self.readings[0] else self.used
+
+    def conclusion(self) -> str:
+        """Which reading is used, and whether the drafter fits the target at all."""
+        agreement = self.used.agreement[0]
+        if not self.reads_target:
+            extent = "hardly" if agreement > self.displaced else "no"
+            return (
+                f"The drafter predicts the target's text {extent} better from its hidden states ({agreement:.2f}) than "
+                f"from those of other positions ({self.displaced:.2f}), at {self.positions} positions: it was probably "
+                "made for a different target, or is read in a way that was not compared. Use a different --drafter."
+            )
+        if self.better is not None:
+            changes = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
+            before, now = max(changes, key=lambda change: change[1] - change[0])
+            return (
+                f"The drafter is now read with {self.better.name}: draft {changes.index((before, now)) + 1} agrees "
+                f"with the target's text at {now:.2f} of {self.positions} positions, before at {before:.2f}."
+            )
+        right = f"The present reading is right: no other one is significantly better at {self.positions} positions."
+        weak = f"Only {agreement:.2f} of the first drafts agree with the target's text: a weak drafter."
+        found = [right] * (len(self.readings) > 1) + [weak] * (agreement < LITTLE)
+        return (
+            " ".join(found) or f"The drafter reads its target: {agreement:.2f} of the first drafts agree with its text."
+        )
 
 
 def own_text(target: object, prompt: list[int], count: int, report: Reporter = print) -> list[int]:
@@ -100,7 +142,7 @@ def examine(
             f"Only {len(rounds)} different passages of the target's text can be compared, which are too few to examine "
             f"the drafter: {GROUP * LEAST_GROUPS} are needed."
         )
-    compared = {"": drafter.conventions} | other_readings(drafter, drafter.conventions)
+    compared = {"": drafter.conventions} | other_readings(drafter)
     layers = dict.fromkeys(layer for each in compared.values() for layer in each.feature_layers)
     own, readings = OwnText(text, rounds, _hidden_states(target, text, tuple(layers))), list[Reading]()
     for name, conventions in compared.items():
@@ -111,7 +153,7 @@ def examine(
     used = readings[best if level * len(readings[1:]) <= SIGNIFICANCE else 0]
     displaced = own.hits(drafter, used.conventions, moved=MOVED)
     agreement = float(displaced[:, 0].float().mean())
-    return Examination(rounds, readings, used, agreement, _significance(used.hits, displaced) <= SIGNIFICANCE)
+    return Examination(len(rounds), readings, used, agreement, _significance(used.hits, displaced) <= SIGNIFICANCE)
 
 
 def _new_passages(text: list[int], start: int) -> list[int]:
@@ -119,18 +161,15 @@ def _new_passages(text: list[int], start: int) -> list[int]:
 
     Otherwise a text that repeats itself would repeat a single lucky draft until it looked significant.
     """
-    seen: set[tuple[int, ...]] = set()
-    found = []
+    first: dict[tuple[int, ...], int] = {}  # the end of each passage, whose last token is the first draft's
     for end in range(PASSAGE, len(text) + 1):
-        passage = tuple(text[end - PASSAGE : end])  # its last token is the first draft's
-        if passage not in seen and start < end <= len(text) - DEPTH + 1:
-            found.append(end - 3)
-        seen.add(passage)
-    return found
+        first.setdefault(tuple(text[end - PASSAGE : end]), end)
+    return [end - 3 for end in first.values() if start < end <= len(text) - DEPTH + 1]
 
 
-def other_readings(drafter: FeatureDrafter, own: Conventions) -> dict[str, Conventions]:
-    """The readings of a checkpoint that differ from this one in one convention, by a description of the change."""
+def other_readings(drafter: FeatureDrafter) -> dict[str, Conventions]:
+    """The readings of a checkpoint that differ in one convention from the present one, by names of the change."""
+    own = drafter.conventions
     shifted = shifted_layers(own.feature_layers, drafter.target_layers)
     found = {name: replace(own, feature_layers=layers) for name, layers in shifted.items()}
     for flag in drafter.doubtful:
@@ -146,7 +185,7 @@ def shifted_layers(own: tuple[int, ...], count: int) -> dict[str, tuple[int, ...
     final norm, as -1 is, and n + 1 before it.
     """
     own, found = tuple(count if layer == -1 else layer for layer in own), {}
-    for shift, name in SHIFTS.items() if count else ():
+    for name, shift in SHIFTS.items() if count else ():
         layers = tuple(min(layer, count) + shift for layer in own)
         if min(layers) < 0 or max(layers) > count:
             continue
@@ -204,33 +243,6 @@ class OwnText:
         return torch.tensor(hits, dtype=torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """The results of an examination.
-
-    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
-    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
-    than with the right ones.
-    """
-
-    rounds: list[int]
-    readings: list[Reading]
-    used: Reading
-    displaced: float
-    reads_target: bool
-
-    @property
-    def better(self) -> Reading | None:
-        """The reading that is significantly better than the present one."""
-        return None if self.used is self.readings[0] else self.used
-
-    def gain(self) -> tuple[int, float, float]:
-        """The draft that the better reading improves most, counted from 0, and its agreement before and now."""
-        pairs = list(zip(self.readings[0].agreement, self.used.agreement, strict=False))
-        place = max(range(len(pairs)), key=lambda index: pairs[index][1] - pairs[index][0])
-        return place, *pairs[place]
-
-
 def _significance(one: Tensor, other: Tensor) -> float:
     """The probability of such a lead in hits if both readings were equally good. Both have the same positions."""
     depth = min(one.shape[1], other.shape[1])
@@ -242,14 +254,11 @@ def sign_flip_test(differences: Sequence[int]) -> float:
     """The probability that the sum is at least this large if the sign of each difference were a fair coin: the exact
     paired permutation test.
     """
-    sums = Counter({0: 1})
-    for difference in differences:
-        turned: Counter[int] = Counter()
-        for total, ways in sums.items():
-            turned[total + difference] += ways
-            turned[total - difference] += ways
-        sums = turned
-    return sum(ways for total, ways in sums.items() if total >= sum(differences)) / (1 << len(differences))
+    sizes = [abs(difference) for difference in differences if difference]
+    chances = np.ones(1)  # of each sum from -sum(sizes) to sum(sizes)
+    for size in sizes:
+        chances = np.convolve(chances, [0.5, *[0.0] * (2 * size - 1), 0.5])
+    return float(chances[sum(sizes) + sum(differences) :].sum())
 
 
 def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
@@ -259,12 +268,12 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     again. `prompt` returns the ids of OWN_PROMPT. Ctrl-C ends only the examination.
     """
     drafter = pair.drafter
-    if not isinstance(drafter, FeatureDrafter) or drafter.origin is None:
+    if not isinstance(drafter, FeatureDrafter):
         return ""
-    if (known := _stored(_reading_file(pair, drafter))) is not None:
+    if (known := _stored(pair)) is not None:
         before, drafter.conventions = drafter.conventions, known
         return "" if known == before else EARLIER
-    if not drafter.origin.is_ambiguous:
+    if not drafter.is_ambiguous:
         return ""
     try:
         report, ids = pair.engine.report, prompt()
@@ -274,54 +283,31 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     except UserError as error:
         return f"How the drafter is read is ambiguous, and could not be examined: {error}"
     use(pair, found.used.conventions)
-    return _sentence(found)
+    return found.conclusion() + ("" if found.reads_target else f" {COMMAND} examines it on a longer text.")
 
 
 def use(pair: Pair, conventions: Conventions) -> None:
-    """Read the drafter in this way, now and in later starts."""
-    drafter = pair.drafter
-    assert isinstance(drafter, FeatureDrafter)
-    drafter.conventions = conventions
-    if (file := _reading_file(pair, drafter)) is not None:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(asdict(conventions)), encoding="utf-8")
+    """Read the drafter in this way, now and in later starts with the same files."""
+    assert isinstance(pair.drafter, FeatureDrafter)
+    pair.drafter.conventions = conventions
+    if (file := _readings(pair)) is not None:
+        file.put(pair.engine.identity, asdict(conventions))
 
 
-def _reading_file(pair: Pair, drafter: FeatureDrafter) -> Path | None:
-    """The file for this drafter, its declarations and this target. None if nothing is stored."""
-    origin, results = drafter.origin, pair.engine.results
-    if origin is None or results is None:
+def _readings(pair: Pair) -> EntryFile | None:
+    """The file of readings. None if nothing is stored."""
+    results = pair.engine.results
+    if results is None or not pair.engine.identity:
         return None
-    try:
-        made_from = repr([origin.declared, *map(file_state, origin.files), fingerprint(pair.target).tolist()])
-    except (OSError, RuntimeError, TypeError):  # weights whose data are elsewhere have no fingerprint
+    return EntryFile(results.path.with_name(READINGS), "readings of drafters", 1, MOST)
+
+
+def _stored(pair: Pair) -> Conventions | None:
+    """The reading from an earlier examination, if there was one."""
+    file = _readings(pair)
+    if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None
-    return Path(results.path).parent / READINGS / f"{hashlib.sha256(made_from.encode()).hexdigest()}.json"
-
-
-def _stored(file: Path | None) -> Conventions | None:
-    """The reading from an earlier examination. None if it is absent or damaged: the drafter is examined again."""
-    with suppress(OSError, ValueError, TypeError):
-        if file is not None:
-            found = Conventions(**json.loads(file.read_text(encoding="utf-8")))
-            return replace(found, feature_layers=tuple(found.feature_layers))
+    del entry["digest"]
+    with suppress(TypeError):  # of a version with other conventions
+        return Conventions(**entry | {"feature_layers": tuple(entry["feature_layers"])})
     return None
-
-
-def _sentence(found: Examination) -> str:
-    """The result of an examination, for the messages of loading."""
-    agreement = found.used.agreement[0]
-    if not found.reads_target:
-        return (
-            f"The drafter agrees with the target's text at {agreement:.2f} of {len(found.rounds)} positions, and "
-            f"with hidden states of other positions at {found.displaced:.2f}: {COMMAND} examines it on a longer text."
-        )
-    if found.better is None:
-        return f"How the drafter is read was ambiguous; its files are right (agreement {agreement:.2f})."
-    place, before, now = found.gain()
-    which = "" if place == 0 else f" of draft {place + 1}"
-    return (
-        f"{found.better.name}: agreement{which} {now:.2f} against {before:.2f} as declared, at "
-        f"{len(found.rounds)} positions of the target's own text."
-    )

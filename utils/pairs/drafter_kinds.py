@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage, SuffixAutomaton
 from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDrafter
@@ -21,18 +21,12 @@ from utils.decode.drafts import Drafter
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
-from utils.drafter_formats.pard import MaskedBlock, drafting_block
+from utils.drafter_formats.pard import drafting_block
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LOADED, MODEL, PARD, check_drafter
-
-
-class OpenSession(Protocol):
-    """Opens a session of the pair's "target" or "drafter"."""
-
-    def __call__(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession: ...
+from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, PARD, check_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +41,16 @@ class DrafterCaches:
 class DrafterInputs:
     """Everything that a drafter is built from, for one run.
 
-    `kind` is a name of the table with its number. `costs` are for adaptive gamma, or None if gamma is fixed. With
-    `shares_noise`, drafts are drawn with the target's noise. `filler_top_k` is described in NGramDrafter. `max_text` is
-    the maximum number of tokens of earlier texts. With `observed`, drafts carry evidence.
+    `kind` is a name of the table with its number. `open_session` opens a session of the pair's "target" or "drafter".
+    `costs` are for adaptive gamma, or None if gamma is fixed. With `shares_noise`, drafts are drawn with the target's
+    noise. `filler_top_k` is described in NGramDrafter. `max_text` is the maximum number of tokens of earlier texts.
+    With `observed`, drafts carry evidence.
     """
 
     kind: str
     pair: Pair
     decoding: Decoding
-    open_session: OpenSession
+    open_session: Callable[..., ModelSession]
     storage: NGramStorage
     caches: DrafterCaches
     costs: Costs | None
@@ -131,17 +126,21 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
     # A head has no session: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
         return _head(inputs, pair.drafter, throughput)
-    if (block := parallel_block(pair)) is not None:
-        return _masked(inputs, block, throughput)
-    adaptive = inputs.adaptive(pair.drafter_kind, throughput)
     target = inputs.open_session("target")
     if pair.drafter_tokenizer is not None:
+        adaptive = inputs.adaptive(pair.drafter_kind, throughput)
         retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
         new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
         # Text is tokenized again for every draft, so drafts depend on the requested number.
         return BuiltDrafter(drafter, target, Replay.NEVER)
-    return _model(inputs, inputs.open_session("drafter"), target, adaptive)
+    own, block = inputs.open_session("drafter"), drafting_block(pair.drafter, pair.target)
+    if block is None:
+        return _model(inputs, own, target, inputs.adaptive(pair.drafter_kind, throughput))
+    adaptive = inputs.adaptive(pair.drafter_kind, throughput, block=block.size)
+    masked = MaskedSession(own, block.token, block.size)
+    # A PARD model's draft depends on its position in the round, so drafts cannot be chained token by token.
+    return replace(_model(inputs, masked, target, adaptive, block=block.size), replay=Replay.BY_ROUND)
 
 
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
@@ -161,33 +160,19 @@ def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEs
     return BuiltDrafter(drafter, target)
 
 
-def parallel_block(pair: Pair) -> MaskedBlock | None:
-    """The blocks of a PARD drafter, or None if the pair's drafter drafts token by token."""
-    return None if pair.drafter_tokenizer is not None else drafting_block(pair.drafter, pair.target)
-
-
-def _masked(inputs: DrafterInputs, block: MaskedBlock, throughput: ThroughputEstimate | None) -> BuiltDrafter:
-    """A PARD model, which drafts a block in one pass."""
-    adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=block.size)
-    target = inputs.open_session("target")
-    session = MaskedSession(inputs.open_session("drafter"), block.token, block.size)
-    # A draft depends on its position in the round, so drafts cannot be chained token by token.
-    return replace(_model(inputs, session, target, adaptive), replay=Replay.BY_ROUND)
-
-
 def _cut(inputs: DrafterInputs) -> BuiltDrafter:
     """The target's own first layers. The cut is cached."""
     if inputs.kind == inputs.pair.drafter_kind:
         return _loaded(inputs)
     cuts = inputs.caches.cut_models
     if inputs.kind not in cuts:
-        cuts[inputs.kind] = first_layers(inputs.pair.target, int(inputs.kind.partition(":")[2]))
+        cuts[inputs.kind] = first_layers(inputs.pair.target, int(inputs.kind.removeprefix(LAYERS)))
     session = ModelSession(cuts[inputs.kind], use_cache=inputs.use_cache)
     return _model(inputs, session, inputs.open_session("target"), inputs.adaptive(inputs.kind))
 
 
 def _model(
-    inputs: DrafterInputs, session: Session, target: ModelSession, adaptive: AdaptiveGamma | None
+    inputs: DrafterInputs, session: Session, target: ModelSession, adaptive: AdaptiveGamma | None, *, block: int = 1
 ) -> BuiltDrafter:
     drafter = ModelDrafter(
         session,
@@ -196,7 +181,7 @@ def _model(
         shares_noise=inputs.shares_noise,
         adaptive=adaptive,
         observed=inputs.observed,
-        block=session.block_size if isinstance(session, MaskedSession) else 1,
+        block=block,
     )
     return BuiltDrafter(drafter, target, Replay.BY_TOKEN)
 
@@ -249,7 +234,7 @@ DRAFTER_KINDS = (
     DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
     DrafterKind(MODEL, _loaded, has_probs=True, uses_loaded=True, loaded_as=MODEL),
     DrafterKind(HEAD, _loaded, has_probs=True, uses_loaded=True, loaded_as=HEAD),
-    DrafterKind("layers:K", _cut, has_probs=True, cuts_target=True),
+    DrafterKind(f"{LAYERS}K", _cut, has_probs=True, cuts_target=True),
     DrafterKind("lookup", _lookup),
     DrafterKind("suffix", _suffix, keeps_texts=True),
     DrafterKind("chain", _chain, has_probs=True, uses_loaded=True, keeps_texts=True, parts=("suffix", LOADED)),

@@ -45,31 +45,42 @@ class PairRequest:
     dtype: str = "auto"
     quantize: str | None = None
     drafter_quantize: str | None = None
-    cuda_quantize: str = "none"
     engine_weights: str = "float32"
     drafter_device: str | None = None
+    cuda_quantize: str = "none"
 
 
 REQUEST_FIELDS = tuple(field.name for field in fields(PairRequest) if field.name != "cuda_quantize")  # that users write
+OPTIONS = REQUEST_FIELDS[2:]  # without the models
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """A known target and drafter, as written on the command line.
+
+    `cuda_quantize` is the quantization of both on a CUDA device, unless a flag sets it. `is_tried` is True if this
+    program has loaded the pair before.
+    """
+
+    target: str
+    drafter: str | None
+    summary: str
+    cuda_quantize: str = "none"
+    is_tried: bool = True
+
+    @property
+    def request(self) -> PairRequest:
+        return PairRequest(self.target, self.drafter, cuda_quantize=self.cuda_quantize)
 
 
 def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
     """The pair of --target and --drafter, or else a known pair."""
-    config = arguments.config
-    pair: PairSpec = config.pairs[arguments.pair or config.pair or "embedded"]
+    known: PairSpec = arguments.config.pairs[arguments.pair or arguments.config.pair or EMBEDDED]
+    request = known.request
     # --target alone must not get the drafter of the default pair; --drafter alone drafts for that pair's target.
-    uses_pair = arguments.target is None and arguments.drafter is None
-    return PairRequest(
-        target=pair.target if arguments.target is None else arguments.target,
-        drafter=pair.drafter if uses_pair else arguments.drafter,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        drafter_quantize=arguments.drafter_quantize,
-        cuda_quantize=pair.cuda_quantize if uses_pair else "none",
-        engine_weights=arguments.engine_weights,
-        drafter_device=arguments.drafter_device,
-    )
+    if arguments.target is not None or arguments.drafter is not None:
+        request = PairRequest(request.target if arguments.target is None else arguments.target, arguments.drafter)
+    return replace(request, **{name: getattr(arguments, name) for name in OPTIONS})
 
 
 def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]) -> PairRequest:
@@ -82,6 +93,10 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f"a quotation mark is not closed in {text}.") from error
+    if not words:
+        raise UserError(
+            "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pair list names."
+        )
     known: dict[str, str | None] = {}
     changes: dict[str, str | None] = {}
     for word in words:
@@ -90,13 +105,8 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             name = check_choice(name.replace("-", "_"), REQUEST_FIELDS, "part of a pair")
             changes[name] = check_field(name, value)
         else:
-            pair = pairs[check_choice(word, tuple(pairs), "pair")]
             # Every option, so that a known pair is the same pair whatever was loaded before.
-            known = asdict(PairRequest(pair.target, pair.drafter, cuda_quantize=pair.cuda_quantize))
-    if not words:
-        raise UserError(
-            "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pair list names."
-        )
+            known = asdict(pairs[check_choice(word, tuple(pairs), "pair")].request)
     if "target" in changes:
         # The defaults come first, so that the user's values override them.
         changes = {"drafter": None, "cuda_quantize": "none"} | changes
@@ -109,27 +119,29 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
 def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
     """Messages for the user: which options a request has from the one before, and which it dropped."""
     default = PairRequest(request.target, request.drafter)
-    options = [
-        (name.replace("_", "-"), getattr(request, name), getattr(before, name), getattr(default, name))
-        for name in REQUEST_FIELDS
-        if name not in ("target", "drafter")
-    ]
-    kept = [f"{name} {now}" for name, now, old, usual in options if now == old != usual]
-    dropped = [f"{name} {old}" for name, now, old, usual in options if now == usual != old]
-    if kept:
-        yield f"kept from before: {', '.join(kept)}"
-    if dropped:
-        yield f"not kept from before: {', '.join(dropped)}"
+    options = [(name, *(getattr(each, name) for each in (request, before, default))) for name in OPTIONS]
+    kept = [f"{name.replace('_', '-')} {now}" for name, now, old, usual in options if now == old != usual]
+    dropped = [f"{name.replace('_', '-')} {old}" for name, now, old, usual in options if now == usual != old]
+    for what, changed in (("kept", kept), ("not kept", dropped)):
+        if changed:
+            yield f"{what} from before: {', '.join(changed)}"
 
 
 def check_drafter(word: str) -> str:
     """The name of the drafter kind for a word of /drafter_kind. Raises UserError for an unknown word."""
-    for prefix in (name.removesuffix("K") for name in DRAFTERS if name.endswith(":K")):
-        if re.fullmatch(re.escape(prefix) + r"[1-9]\d{0,3}", word, re.ASCII):
-            return f"{prefix}K"
-        if word.startswith(prefix):
-            raise UserError(f"'{word}' is not a drafter: write {prefix}K with a whole number, for example {prefix}4.")
-    return check_choice(word, DRAFTERS, "drafter")
+    return f"{LAYERS}K" if layer_count(word) else check_choice(word, DRAFTERS, "drafter")
+
+
+def layer_count(drafter: str | None) -> int | None:
+    """The K of a `layers:K` drafter, None for other drafters. Raises UserError if K is not a whole number."""
+    if drafter is None or not drafter.startswith(LAYERS):
+        return None
+    # int() would also accept signs, blanks, underscores and digits of other scripts.
+    if not (number := re.fullmatch(rf"{LAYERS}([1-9]\d{{0,3}})", drafter, re.ASCII)):
+        raise UserError(
+            f"'{drafter}' is not a drafter: write {LAYERS}K with a whole number from 1, for example {LAYERS}4."
+        )
+    return int(number[1])
 
 
 def check_field(name: str, value: str) -> str:
@@ -145,16 +157,15 @@ def check_field(name: str, value: str) -> str:
 
 def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
     """The request with existing devices and the default quantizations filled in."""
-
-    def default(device: str) -> str:
-        return request.cuda_quantize if device.startswith("cuda") else "none"
-
+    default, drafter_default = (
+        request.cuda_quantize if name.startswith("cuda") else "none" for name in (device, drafter_device)
+    )
     return replace(
         request,
         device=device,
         drafter_device=drafter_device,
-        quantize=request.quantize or default(device),
-        drafter_quantize=request.drafter_quantize or default(drafter_device),
+        quantize=request.quantize or default,
+        drafter_quantize=request.drafter_quantize or drafter_default,
     )
 
 
@@ -162,9 +173,8 @@ def check_request(request: PairRequest) -> None:
     """Raise UserError for options that exclude each other. The defaults must be filled in."""
     if request.target.startswith(LAYERS):
         raise UserError(f"'{request.target}' is not a target: layers:K can only be a --drafter.")
-    if request.drafter is None or request.drafter.startswith(LAYERS):
+    if request.drafter is None or layer_count(request.drafter):
         check_shared(request, "A layers:K drafter shares the weights of the target")
-    layer_count(request.drafter)
     if request.engine_weights != "float32":
         _check_engine_weights(request)
 
@@ -176,17 +186,6 @@ def check_shared(request: PairRequest, reason: str) -> None:
     # Both are resolved devices here, so `auto` has become the name of a device.
     if request.drafter_device != request.device:
         raise UserError(f"{reason}: leave --drafter-device out.")
-
-
-def layer_count(drafter: str | None) -> int | None:
-    """The K of a `layers:K` drafter, None for other drafters. Raises UserError if K is not a whole number."""
-    if drafter is None or not drafter.startswith(LAYERS):
-        return None
-    count = drafter.removeprefix(LAYERS)
-    # int() would also accept signs, blanks, underscores and digits of other scripts.
-    if not (count.isascii() and count.isdigit()):
-        raise UserError(f"'{drafter}' is not a drafter: write layers:K with a whole number, for example layers:4.")
-    return int(count)
 
 
 def _check_engine_weights(request: PairRequest) -> None:
@@ -207,26 +206,6 @@ def _check_engine_weights(request: PairRequest) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PairSpec:
-    """A target and a drafter as written on the command line.
-
-    `cuda_quantize` is the quantization of both on a CUDA device, unless a flag sets it. `is_tried` is True if this
-    program has loaded the pair before.
-    """
-
-    target: str
-    drafter: str | None
-    summary: str
-    cuda_quantize: str = "none"
-    is_tried: bool = True
-
-
-def _published(target: str, drafter: str, summary: str) -> PairSpec:
-    """A drafter that was published for a target. These were added without a connection to the hub."""
-    return PairSpec(target, drafter, summary, is_tried=False)
-
-
 PAIRS: dict[str, PairSpec] = {
     "embedded": PairSpec("embedded", "head", "SmolLM2-135M-Instruct with a head trained for it, no hub, no GPU"),
     "llama-3.2": PairSpec(
@@ -239,20 +218,24 @@ PAIRS: dict[str, PairSpec] = {
         "HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "open, about 4 GB"
     ),
     "qwen3": PairSpec("Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "open, many languages, about 10 GB"),
-    "qwen3-1.7b-eagle3": _published("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", "EAGLE-3"),
-    "qwen3-4b-eagle3": _published("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", "EAGLE-3"),
-    "qwen3-8b-eagle3": _published("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", "EAGLE-3"),
-    "qwen3-14b-eagle3": _published("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", "EAGLE-3"),
-    "qwen3-4b-ttt7": _published("Qwen/Qwen3-4B", "deepseek-ai/eagle3_qwen3_4b_ttt7", "EAGLE-3"),
-    "qwen3-8b-ttt7": _published("Qwen/Qwen3-8B", "deepseek-ai/eagle3_qwen3_8b_ttt7", "EAGLE-3"),
-    "qwen3-14b-ttt7": _published("Qwen/Qwen3-14B", "deepseek-ai/eagle3_qwen3_14b_ttt7", "EAGLE-3"),
-    "qwen3-8b-peagle": _published("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", "P-EAGLE"),
-    "qwen3-4b-dspark": _published("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", "DSpark"),
-    "qwen3-8b-dspark": _published("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", "DSpark"),
-    "qwen3-14b-dspark": _published("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", "DSpark"),
-    "qwen3-4b-pard": _published("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", "PARD"),
-    "llama-3.1-pard": _published("meta-llama/Llama-3.1-8B-Instruct", "amd/PARD-Llama-3.2-1B", "PARD, gated target"),
-    "gemma-4-e2b": _published("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", "assistant of Gemma 4"),
-    "gpt-oss-20b-peagle": _published("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", "P-EAGLE"),
-    "gpt-oss-20b-eagle3": _published("openai/gpt-oss-20b", "Dogacel/specdrift-gpt-oss-20b-eagle3", "EAGLE-3.1"),
 }
+# Drafters that were published for a target. These were added without a connection to the hub.
+PUBLISHED = {
+    "qwen3-1.7b-eagle3": ("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3", "EAGLE-3"),
+    "qwen3-4b-eagle3": ("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3", "EAGLE-3"),
+    "qwen3-8b-eagle3": ("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3", "EAGLE-3"),
+    "qwen3-14b-eagle3": ("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3", "EAGLE-3"),
+    "qwen3-4b-ttt7": ("Qwen/Qwen3-4B", "deepseek-ai/eagle3_qwen3_4b_ttt7", "EAGLE-3"),
+    "qwen3-8b-ttt7": ("Qwen/Qwen3-8B", "deepseek-ai/eagle3_qwen3_8b_ttt7", "EAGLE-3"),
+    "qwen3-14b-ttt7": ("Qwen/Qwen3-14B", "deepseek-ai/eagle3_qwen3_14b_ttt7", "EAGLE-3"),
+    "qwen3-8b-peagle": ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.peagle", "P-EAGLE"),
+    "qwen3-4b-dspark": ("Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7", "DSpark"),
+    "qwen3-8b-dspark": ("Qwen/Qwen3-8B", "deepseek-ai/dspark_qwen3_8b_block7", "DSpark"),
+    "qwen3-14b-dspark": ("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7", "DSpark"),
+    "qwen3-4b-pard": ("Qwen/Qwen3-4B", "amd/PARD-Qwen3-0.6B", "PARD"),
+    "llama-3.1-pard": ("meta-llama/Llama-3.1-8B-Instruct", "amd/PARD-Llama-3.2-1B", "PARD, gated target"),
+    "gemma-4-e2b": ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", "assistant of Gemma 4"),
+    "gpt-oss-20b-peagle": ("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", "P-EAGLE"),
+    "gpt-oss-20b-eagle3": ("openai/gpt-oss-20b", "Dogacel/specdrift-gpt-oss-20b-eagle3", "EAGLE-3.1"),
+}
+PAIRS |= {name: PairSpec(*row, is_tried=False) for name, row in PUBLISHED.items()}

@@ -2,13 +2,19 @@
 
 Enter sends a line. Alt-Enter begins a new one, and so does Enter inside a block that starts with three quotation marks.
 Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and F1 explains the figures. A file keeps
-typed lines from one session to the next.
+typed lines from one session to the next. While a line is processed, the terminal does not echo.
 """
 
+import atexit
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -23,13 +29,20 @@ from prompt_toolkit.output import ColorDepth
 
 from utils.commands import Command, Registry
 from utils.files import PRIVATE_FILE, user_folder
-from utils.repl.quiet_keyboard import quiet_keyboard
 from utils.repl.status import SEPARATOR
 from utils.servers.address import may_hold_key
 from utils.text import QUOTES, quoted_text
 
+try:
+    import fcntl
+    import termios
+except ImportError:  # not on Windows
+    fcntl = termios = None  # type: ignore[assignment]
+
 EXPLAIN = "/explain"  # what F1 types
 PRIVATE_FOLDER = 0o700
+# Signals that end the program without running `finally` blocks. Windows lacks some of them.
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
 class SlashCompleter(Completer):
@@ -236,12 +249,53 @@ def input_waits() -> bool:
     """Whether standard input is a file or pipe with unread input. Nothing is read."""
     # Not select, which also reports the end of the input.
     try:
-        import fcntl
-        import termios
-
         number = sys.stdin.fileno()
         if sys.stdin.isatty():
             return False
         return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder) > 0
-    except (ImportError, OSError, ValueError, AttributeError):  # Windows; closed, or not a file of the system
+    except (OSError, ValueError, AttributeError):  # Windows; closed, or not a file of the system
         return False
+
+
+@contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """Turn off the echo while the block runs, if standard input is a terminal that echoes.
+
+    So typed keys do not mix with the answers. They stay in the terminal's input for the next prompt. The echo comes
+    back when the block ends, when a signal ends the program, and when it crashes. While the program is suspended, the
+    shell is responsible.
+    """
+    try:
+        keyboard = sys.stdin.fileno()
+        echoes = termios.tcgetattr(keyboard)[3] & termios.ECHO
+    except (AttributeError, OSError, ValueError, getattr(termios, "error", OSError)):
+        echoes = 0
+    if not echoes:
+        yield
+        return
+    restore = partial(_set_echo, keyboard, on=True)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = {number: signal.signal(number, end) for number in ENDING}
+    atexit.register(restore)  # a generator that is not finished may never run its `finally`
+    try:
+        _set_echo(keyboard, on=False)
+        yield
+    finally:
+        restore()
+        atexit.unregister(restore)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _set_echo(keyboard: int, *, on: bool) -> None:
+    # Changing the terminal would stop a process in the background.
+    if os.tcgetpgrp(keyboard) == os.getpgrp():
+        state = termios.tcgetattr(keyboard)
+        state[3] = state[3] | termios.ECHO if on else state[3] & ~termios.ECHO
+        # Not TCSAFLUSH, which would discard typed keys.
+        termios.tcsetattr(keyboard, termios.TCSANOW, state)

@@ -73,23 +73,6 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         renderer.crash()
 
 
-class Refusals:
-    """Explains why arms did not run a prompt. A shared reason is shown once."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        self._given: dict[str, str] = {}  # the first arm that was refused for each reason
-
-    def explain(self, name: str, error: Exception) -> None:
-        reason = str(error) if isinstance(error, UserError) else ""
-        if reason in self._given:
-            self._renderer.error(SAME_REASON.format(self._given[reason]))
-            return
-        if reason:
-            self._given[reason] = name
-        explain_error(self._renderer, error)
-
-
 @dataclass(frozen=True, slots=True)
 class ResultLog:
     """Stores results: `state` keeps them for /export, and `file` appends their records (--json)."""
@@ -161,7 +144,8 @@ class PromptRunner:
     def _run_all(self, text: str, planned: Sequence[PlannedRun], settings: Settings, runs: list[Run]) -> bool:
         """Run the arms in order, and add each run to `runs`. Returns whether Ctrl-C ended them."""
         tokenizer = self.harness.pair.tokenizer if self.harness.has_pair else None
-        prompt, refusals = PromptView(self.renderer, tokenizer, settings), Refusals(self.renderer)
+        prompt = PromptView(self.renderer, tokenizer, settings)
+        refused: dict[str, str] = {}  # the first arm that was refused for each reason, which is shown once
         try:
             for arm, history in planned:
                 view = prompt.begin(arm)
@@ -171,7 +155,12 @@ class PromptRunner:
                     view.end(run)
                 except Exception as error:
                     view.failed()
-                    refusals.explain(arm.name, with_reset_hint(error, history))
+                    shown = with_reset_hint(error, history)
+                    first = refused.setdefault(str(shown), arm.name) if isinstance(shown, UserError) else arm.name
+                    if first == arm.name:
+                        explain_error(self.renderer, shown)
+                    else:
+                        self.renderer.error(SAME_REASON.format(first))
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -218,21 +207,16 @@ def _shown(last: LastPrompt, causes: dict[str, Divergence], pair: Pair | None) -
 
 def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
     """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
-    if not last.is_local:
-        return ""
-    pair = last.job.pair
-    if not isinstance(pair.drafter, FeatureDrafter):
+    if not last.is_local or not isinstance((pair := last.job.pair).drafter, FeatureDrafter):
         return ""
     hint = ""
     for strategy, run, _ in last.local:
-        if not strategy.drafts or strategy.drafter_label(pair) != pair.drafter_kind:
-            continue
-        drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
-        rounds = [step.accepted > 0 for step in run.steps if step.drafted]
-        drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
-        state.first_drafts[strategy.name] = drafted, accepted
-        if not hint and is_low(drafted, accepted):
-            hint = LOW_ACCEPTANCE.format(accepted, drafted)
+        if strategy.drafts and strategy.drafter_label(pair) == pair.drafter_kind:
+            rounds = [step.accepted > 0 for step in run.steps if step.drafted]
+            drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
+            drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
+            state.first_drafts[strategy.name] = drafted, accepted
+            hint = hint or (LOW_ACCEPTANCE.format(accepted, drafted) if is_low(drafted, accepted) else "")
     if state.said_low_acceptance or not hint:
         return ""
     state.said_low_acceptance = True

@@ -22,6 +22,11 @@ COMMANDS = (
     ("/whatif", "which gamma is best"),
     ("/help", "everything else; /quit leaves"),
 )
+SERVER_COMMANDS = (
+    ("/server", "list, add and remove servers; baseline=NAME compares"),
+    ("/race FILE", "the prompts of a file, with speed-ups and texts"),
+    ("/help", "everything else; /quit leaves"),
+)
 
 
 def model_facts(
@@ -31,36 +36,22 @@ def model_facts(
     listed = tuple((row_name(server.name), server.url) for server in servers)
     if pair is None:
         return (("target model", "none"), *listed)
-    bound = context_length(pair.target)
+    bound, kind, name = context_length(pair.target), f"({pair.drafter_kind})", str(pair.drafter_name)
+    chat = "on" if settings.uses_chat else "off"
     same_device = pair.drafter_device in (None, pair.device)
     return (
         ("target model", pair.target_name),
-        ("drafter model", _drafter(pair)),
+        # Names of published drafters end with the kind.
+        ("drafter model", "none" if pair.drafter is None else name if name.endswith(kind) else f"{name} {kind}"),
         ("device", pair.device if same_device else f"{pair.device}, drafter: {pair.drafter_device}"),
         ("target weights", describe_target(pair)),
         ("drafter weights", describe_drafter(pair)),
         ("engine now", pair.engine.state.sentence()),
-        ("chat now", _chat(settings)),
+        ("chat now", chat if settings.chat_template else "off, this tokenizer has no chat template"),
         ("context", f"{bound} tokens" if bound is not None else "unlimited"),
         ("vocabulary", f"{vocabulary_size(pair.target)} ids"),
         *listed,
     )
-
-
-def _drafter(pair: Pair) -> str:
-    """The drafter's name and kind. Names of published drafters end with the kind."""
-    if pair.drafter is None:
-        return "none"
-    kind = f"({pair.drafter_kind})"
-    name = str(pair.drafter_name)
-    return name if name.endswith(kind) else f"{name} {kind}"
-
-
-def _chat(settings: Settings) -> str:
-    """Whether a chat template is used, or why not."""
-    if not settings.chat_template:
-        return "off, this tokenizer has no chat template"
-    return "on" if settings.uses_chat else "off"
 
 
 def pair_names(pair: Pair) -> str:
@@ -107,16 +98,25 @@ def limits_of(pair: Pair) -> Limits:
 
 def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: int) -> list[str]:
     """The lines of a session without local models. Its servers have not been contacted."""
-    names = ", ".join(server.name for server in servers)
-    loaded = f"{names} · no model · {setting_fields()['processor'].show(settings)} · seed {settings.seed}"
-    commands = (
-        ("/server", "list, add and remove servers; baseline=NAME compares"),
-        ("/race FILE", "the prompts of a file, with speed-ups and texts"),
-        ("/help", "everything else; /quit leaves"),
-    )
+    loaded = f"{', '.join(server.name for server in servers)} · no model · {_decoding(settings)}"
+    return _screen(loaded, [f"  {server.name:13}{server.url}" for server in servers], SERVER_COMMANDS, width)
+
+
+def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:
+    """The lines of the first screen, without those that only some pairs need."""
+    drafter = "no drafter" if pair.drafter is None else pair.drafter_kind
+    names = f"{pair.target_name} + {pair.drafter_name if drafter == 'model' else drafter}"
+    device = pair.device.upper() if pair.device == "cpu" else pair.device
+    ready = f"Ready in {seconds:.0f} s. {guarantee(pair.engine.state)}"
+    return _screen(f"{names} · {device} · {_decoding(settings)}", [ready], COMMANDS, width)
+
+
+def _screen(loaded: str, about: Sequence[str], commands: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """A title and what is loaded, on one line if both fit; lines about it; and what to type."""
+    gap = width - len(TITLE) - len(loaded) - 1
     return [
-        *_heading(loaded, width),
-        *(f"  {server.name:13}{server.url}" for server in servers),
+        *([TITLE + " " * gap + loaded] if gap > 1 else [TITLE, loaded]),
+        *about,
         "",
         "  Type a prompt, for example:",
         f"  {EXAMPLE}",
@@ -124,16 +124,9 @@ def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: i
     ]
 
 
-def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:
-    """The lines of the first screen, without those that only some pairs need."""
-    return [
-        *_heading(_loaded(pair, settings), width),
-        f"Ready in {seconds:.0f} s. {guarantee(pair.engine.state)}",
-        "",
-        "  Type a prompt, for example:",
-        f"  {EXAMPLE}",
-        *(f"  {'then' if index == 0 else '':6}{name:13}{meaning}" for index, (name, meaning) in enumerate(COMMANDS)),
-    ]
+def _decoding(settings: Settings) -> str:
+    """The settings that decide the texts."""
+    return f"{setting_fields()['processor'].show(settings)} · seed {settings.seed}"
 
 
 def guarantee(state: EngineState) -> str:
@@ -143,17 +136,3 @@ def guarantee(state: EngineState) -> str:
         return f"Texts can differ where two tokens are almost equally likely: {state.reason}."
     when = f"on {state.tested_on}; one verify width was rechecked now" if state.tested_on else "on this machine"
     return f"Equal texts are guaranteed here ({threads}): the engine passed its self-test {when}."
-
-
-def _heading(loaded: str, width: int) -> list[str]:
-    """The title and what is loaded, on one line if both fit."""
-    gap = width - len(TITLE) - len(loaded) - 1
-    return [TITLE + " " * gap + loaded] if gap > 1 else [TITLE, loaded]
-
-
-def _loaded(pair: Pair, settings: Settings) -> str:
-    """The models, the device and the settings that decide the texts."""
-    drafter = "no drafter" if pair.drafter is None else pair.drafter_kind
-    names = f"{pair.target_name} + {pair.drafter_name if drafter == 'model' else drafter}"
-    device = pair.device.upper() if pair.device == "cpu" else pair.device
-    return f"{names} · {device} · {setting_fields()['processor'].show(settings)} · seed {settings.seed}"

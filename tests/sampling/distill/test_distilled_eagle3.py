@@ -20,8 +20,7 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaC
 from sampling.distill.__main__ import main
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
-from sampling.distill.students import create_student, load_student
-from sampling.distill.target import Target, output_weight
+from sampling.distill.students import Target, create_student, load_student, output_weight
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3 import LAYER_IDS
@@ -45,7 +44,7 @@ def target(tmp_path_factory):
 
 def trained(target, out, *flags):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
+        patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
         assert main(["--target", str(target), "--out", str(out), *FLAGS.split(), *flags]) == 0
     return out
 

@@ -29,7 +29,7 @@ def target(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch):
     """The same number format on every machine."""
-    monkeypatch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
 
 
 def run(target, out, *flags):
@@ -41,7 +41,7 @@ def finished(target, tmp_path_factory):
     """The folder of a finished run, with its work, by kind. Tests change only copies of it."""
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sampling.distill.target.training_dtype", lambda device: torch.float32)
+        patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
         for kind in KINDS:
             assert run(target, root / kind, "--kind", kind, "--keep") == 0
     return root
@@ -90,7 +90,7 @@ def test_the_figures_of_the_card_can_be_repeated_without_its_flags(target, tmp_p
     assert main([*measure, *questions, "--seed", "4"]) == 0
     assert acceptance(capsys.readouterr().err, out) != first, "a flag wins over the stored setting"
     assert str(tmp_path) not in (tmp_path / "out" / "training.json").read_text()
-    (tmp_path / "out" / "training.json").write_text('{"rows": "x"}')
+    (tmp_path / "out" / "training.json").write_text('{"rows": ')
     assert main(measure) == 1 and "training.json" in message_of(capsys)
 
 

@@ -11,10 +11,9 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from utils.config.setting_table import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PAIRS, PairRequest, parse_request
-from utils.repl.loaded_pair import LoadedPair
+from utils.repl.loaded_pair import NO_TEMPLATE, TEMPLATE, LoadedPair
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.repl.session_settings import NO_TEMPLATE, TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     checked(open_session(view, pair, records=file), file, "/pair doctor")
     shown = view.take()[0]
     assert shown.count("layer ids read as") >= 2 and "as it is read now" in shown and "different target" in shown
-    assert other_readings(pair.drafter, before) and pair.drafter.conventions == before
+    assert other_readings(pair.drafter) and pair.drafter.conventions == before
 
 
 def test_drafters_without_hidden_states_are_not_examined() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from fakes import Screen, open_session, table_pair
 
-from utils.config.value_types import GREEDY, Limits, ProcessorType
+from utils.config.value_types import GREEDY, PROCESSOR, Limits
 from utils.logits_processor import PROCESSORS
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -45,7 +45,7 @@ def test_parts_of_the_processor(start: str, line: str, result: str, session: Rep
     session.handle(f"/processor {start}")
     view.take()
     assert session.handle(line) is Verdict.DONE
-    assert ProcessorType().show(session.settings.processor) == result
+    assert PROCESSOR.show(session.settings.processor) == result
     reply = view.take()[1]
     assert f"processor: {result.removesuffix(' 0.5') if 'greedy' in result else result}" in reply
     # Whatever is not obvious is said.
@@ -56,13 +56,13 @@ def test_parts_of_the_processor(start: str, line: str, result: str, session: Rep
     "line", ["multinomial 0.123456789", "topk 100 2", "nucleus 1e-07 0.9999999", "topknucleus 33.333333333 7 0.1"]
 )
 def test_a_shown_processor_is_parsed_without_loss(line: str) -> None:
-    kind = ProcessorType()
+    kind = PROCESSOR
     value = kind.parse(line, GREEDY, Limits())
     assert kind.parse(kind.show(value), GREEDY, Limits()) == value
 
 
 def test_every_name_has_a_processor() -> None:
     for name, arguments in (("greedy", "1"), ("multinomial", "1"), ("topk", "1 2"), ("nucleus", "1 .5")):
-        spec = ProcessorType().parse(f"{name} {arguments}", GREEDY, Limits())
+        spec = PROCESSOR.parse(f"{name} {arguments}", GREEDY, Limits())
         assert PROCESSORS[spec.name](*spec.arguments).name == name
-    assert ProcessorType().words == tuple(PROCESSORS)
+    assert PROCESSOR.words == tuple(PROCESSORS)

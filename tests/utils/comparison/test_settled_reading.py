@@ -12,17 +12,15 @@ import torch
 from drafter_checkpoints import VOCABULARY, eagle3_tensors, layer_keys, speculators_config, write_checkpoint
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
-from trained_drafter import PROMPT, RIGHT, target_model, trained
+from trained_drafter import PROMPT, RIGHT, trained
 
 from utils.comparison.session_state import SessionState
 from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import is_ambiguous
 from utils.engine.stored_results import ResultFile
-from utils.models.feature_drafter import Origin
 from utils.pairs import doctor
 from utils.pairs.doctor import INTERRUPTED, READINGS
-from utils.pairs.doctor import _reading_file as reading_file
 from utils.repl.runner import is_low, low_acceptance_hint
 
 pytestmark = pytest.mark.usefixtures("readings_compared_once")
@@ -34,11 +32,10 @@ def pair(tmp_path, monkeypatch) -> Any:
     """With the trained drafter, declared wrongly."""
     target, text, drafter = trained()
     drafter.conventions = WRONG
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"weights")
-    monkeypatch.setattr(drafter, "origin", Origin((weights,), WRONG, is_ambiguous=True))
+    monkeypatch.setattr(drafter, "is_ambiguous", True)
     monkeypatch.setattr(doctor, "own_text", lambda *arguments: text)
-    engine = SimpleNamespace(results=ResultFile(tmp_path / "cache" / "engine.json"), report=lambda line: None)
+    results = ResultFile(tmp_path / "cache" / "engine.json")
+    engine = SimpleNamespace(results=results, report=lambda line: None, identity="the files")
     return SimpleNamespace(drafter=drafter, target=target, engine=engine)
 
 
@@ -64,34 +61,23 @@ def examinations(monkeypatch, error: BaseException | None = None) -> list[int]:
 def test_a_wrong_reading_is_corrected_and_remembered(pair, monkeypatch):
     seen, drafter = examinations(monkeypatch), pair.drafter
     line = settle_reading(pair)
-    assert drafter.conventions == RIGHT and line.startswith("layer ids read as inputs of layers") and "against" in line
+    assert drafter.conventions == RIGHT and "now read with layer ids read as inputs of layers" in line
     drafter.conventions = WRONG
     assert "earlier examination" in settle_reading(pair)
     assert drafter.conventions == RIGHT and len(seen) == 1
 
 
-@pytest.mark.parametrize("changed", ["file", "declared", pytest.param("damaged", marks=pytest.mark.full)])
-def test_what_was_remembered_holds_for_the_same_files_and_target_only(pair, monkeypatch, changed):
+@pytest.mark.parametrize("changed", ["files", pytest.param("damaged", marks=pytest.mark.full)])
+def test_what_was_remembered_holds_for_the_same_files_only(pair, monkeypatch, changed):
     settle_reading(pair)
-    seen = examinations(monkeypatch)
-    (stored,) = (pair.engine.results.path.parent / READINGS).iterdir()
+    seen, stored = examinations(monkeypatch), pair.engine.results.path.with_name(READINGS)
     pair.drafter.conventions = WRONG
-    if changed == "file":
-        pair.drafter.origin.files[0].write_bytes(b"other weights")
-    elif changed == "damaged":
-        stored.write_bytes(stored.read_bytes()[:-20])
+    if changed == "files":
+        pair.engine.identity = "other files"
     else:
-        monkeypatch.setattr(pair.drafter, "origin", replace(pair.drafter.origin, declared=RIGHT))
+        stored.write_bytes(stored.read_bytes()[:-20])
     settle_reading(pair)
     assert len(seen) == 1 and pair.drafter.conventions == RIGHT
-
-
-def test_another_target_has_another_file(pair):
-    files = set()
-    for seed in (0, 1):
-        pair.target = target_model(seed)
-        files.add(reading_file(pair, pair.drafter))
-    assert len(files) == 2 and None not in files
 
 
 def test_ctrl_c_ends_the_examination_alone(pair, monkeypatch):
@@ -102,7 +88,7 @@ def test_ctrl_c_ends_the_examination_alone(pair, monkeypatch):
 
 def test_clear_files_are_examined_by_the_command_only(pair, monkeypatch):
     drafter = pair.drafter
-    monkeypatch.setattr(drafter, "origin", replace(drafter.origin, is_ambiguous=False))
+    monkeypatch.setattr(drafter, "is_ambiguous", False)
     seen = examinations(monkeypatch)
     assert settle_reading(pair) == "" and not seen
     doctor.use(pair, RIGHT)  # as /pair doctor found it
@@ -133,9 +119,9 @@ def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):
     clear = write_checkpoint(tmp_path / "clear", speculators_config({}), eagle3_tensors({}))
     nested = layer_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
     unclear = write_checkpoint(tmp_path / "unclear", nested, eagle3_tensors({}))
-    origins = [load(target, drafter=str(folder)).drafter.origin for folder in (clear, unclear)]
-    assert [origin.is_ambiguous for origin in origins] == [False, True]
-    assert origins[1].files == (unclear / "model.safetensors",) and origins[1].declared.feature_layers == (2, 3, 4)
+    drafters = [load(target, drafter=str(folder)).drafter for folder in (clear, unclear)]
+    assert [drafter.is_ambiguous for drafter in drafters] == [False, True]
+    assert drafters[1].feature_layers == (2, 3, 4)
 
 
 def runs(pair: Any, drafted: int, accepted: int) -> Any:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import infer
-from utils.config.arguments import parse_arguments
-from utils.config.config_file import config_file, read_config
+from utils.config.arguments import config_file, parse_arguments, read_config
 from utils.config.setting_table import as_json
 from utils.config.value_types import Limits
 from utils.errors import UserError

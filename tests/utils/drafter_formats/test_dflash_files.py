@@ -127,7 +127,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, cha
 
 def test_the_other_readings_of_a_checkpoint_take_effect(tmp_path):
     drafter = built(write_checkpoint(tmp_path, zlab_config(), tensors_of()), target_model(), "DFlash")
-    readings = other_readings(drafter, drafter.conventions)
+    readings = other_readings(drafter)
     assert {reading.feature_layers for reading in readings.values()} == {(2, 3, 5), (3, 4, 7), (3, 4, 6), (1, 2, 4)}
     anchored = [reading for reading in readings.values() if reading.from_anchor]
     assert len(anchored) == 1 and drafter.block_size == BLOCK - 1

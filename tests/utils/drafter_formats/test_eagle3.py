@@ -85,12 +85,12 @@ def test_heads_that_specforge_trained_without_the_final_norm_have_a_reading(tmp_
     target, tensors = target_model(), eagle3_tensors({})
     config = layer_keys(eagle_aux_hidden_state_layer_ids=list(READ)) | keys
     drafter = loaded(write_checkpoint(tmp_path, config, tensors), target, "EAGLE-3")
-    found = [each for each in other_readings(drafter, drafter.conventions).values() if not each.norm_before_head]
+    found = [each for each in other_readings(drafter).values() if not each.norm_before_head]
     assert drafter.conventions.norm_before_head and len(found) == offered
     if not found:
         return
     drafter.conventions = found[0]
-    assert any(each.norm_before_head for each in other_readings(drafter, drafter.conventions).values())
+    assert any(each.norm_before_head for each in other_readings(drafter).values())
     features, embedded = hidden_states(target, READ), target.model.embed_tokens.weight
     reference = Eagle3Reference(tensors, layer_keys(), {"no_head_norm": True}, 1)
     chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))

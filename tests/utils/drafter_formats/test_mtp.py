@@ -73,7 +73,7 @@ def test_drafts_are_those_of_the_equations(tmp_path, read_after, fed_after):
     assert own == Conventions((LAYERS,), norm_output=True)
     chosen = Conventions((LAYERS if read_after else LAYERS + 1,), norm_output=fed_after)
     # Readings that differ from the present one in one respect are offered to the doctor.
-    assert (chosen in other_readings(drafter, drafter.conventions).values()) == (read_after != fed_after)
+    assert (chosen in other_readings(drafter).values()) == (read_after != fed_after)
     drafter.conventions = chosen
     features = hidden_states(target, (LAYERS,))
     features = target.model.norm(features).detach() if read_after else features

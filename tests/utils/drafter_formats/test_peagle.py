@@ -78,7 +78,7 @@ def test_layouts_give_the_same_drafter(tmp_path, config, count):
 def test_another_reading_takes_effect_at_once(tmp_path):
     target = tiny_llama(num_hidden_layers=LAYERS)
     drafter = loaded(write_checkpoint(tmp_path, config_of({}, 3), tensors_of({})), target, "P-EAGLE")
-    readings = other_readings(drafter, drafter.conventions)
+    readings = other_readings(drafter)
     assert {layers for reading in readings.values() for layers in reading.feature_layers} == {1, 2, 3, 4, 5}
     assert len(readings) == len(set(readings.values())) == 3
     before = next(draft_rounds(drafter, hidden_states(target, READ), 3))[2]

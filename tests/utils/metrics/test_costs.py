@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.value_types import CostTable, Limits
+from utils.config.value_types import COST_TABLE, Limits
 from utils.errors import UserError
 from utils.metrics.costs import MAX_SHARE, Costs
 
@@ -11,7 +11,7 @@ COSTS = Costs.of([0.2, 0.4, 0.5], {"head": 0.06, "suffix": 0.01}, {"head": 4.0},
 
 
 def parse(text: str) -> Costs | None:
-    return CostTable().parse(text, None, Limits())
+    return COST_TABLE.parse(text, None, Limits())
 
 
 def test_at_the_measured_lengths_the_costs_are_the_measured_ones() -> None:
@@ -53,7 +53,7 @@ def test_a_prompt_is_read_in_at_most_half_of_what_rows_of_a_verify_pass_take() -
 
 def test_tables_are_shown_as_they_are_typed() -> None:
     text = "at 64; verify 0.2 0.4 0.5; head 0.06; suffix 0.01; read head 4; at 1064 1.25; verify 0.5 0.9; head 0.05"
-    assert CostTable().show(COSTS) == text and parse(text) == COSTS
+    assert COST_TABLE.show(COSTS) == text and parse(text) == COSTS
     assert "1,064" in COSTS.text and "1.25 times" in COSTS.text and "1,000 tokens by head 4.0" in COSTS.text
 
 

@@ -23,7 +23,7 @@ from transformers import ViTConfig
 from transformers.utils import logging as transformers_logging
 
 from utils.errors import UserError
-from utils.models import checkpoints, hub
+from utils.models import checkpoints, sources
 from utils.models.load_errors import CAUSES, explained_errors, quiet
 from utils.models.sources import locate
 
@@ -162,7 +162,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", fail)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if cached else None)
+    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json" if cached else None)
     if cached:
         source = locate("some/model@v1", lines.append)
         assert source.arguments == {"trust_remote_code": False, "revision": "v1", "local_files_only": True}

@@ -22,7 +22,7 @@ from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
 from utils.models.checkpoints import check_finite, load_model
 from utils.models.devices import Placement
-from utils.models.head_file import HeadFile, save_head
+from utils.models.draft_head import HeadFile, save_head
 from utils.models.memory import needed_bytes, plan_memory, weight_counts
 from utils.models.sources import Source
 from utils.pairs import load_pair

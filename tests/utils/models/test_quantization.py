@@ -130,13 +130,6 @@ def test_a_gguf_file(tmp_path: Path, own_cache: Path, kind: str, monkeypatch: py
     target = load(path, "layers:1", quantize=kind).target
     assert type(target.model.layers[0].mlp.up_proj).__name__ == QUANTIZED[kind] and type(target.lm_head) is nn.Linear
     monkeypatch.setattr(loading, "convert_if_gguf", lambda source, where: source)
-    check = quantization.check_forward
-
-    def checked(model: Any, *names: str) -> None:
-        assert not any(part.training for part in model.modules())  # training uses different kernels
-        check(model, *names)
-
-    monkeypatch.setattr(quantization, "check_forward", checked)
     pair = load(path, "layers:1", quantize=kind)
     linears = pair.target.model.layers[0].mlp.up_proj, pair.target.lm_head
     assert [type(layer).__name__ for layer in linears] == [QUANTIZED[kind], "Linear"]

@@ -7,7 +7,8 @@ from fakes import open_session, screen, tiny_pair
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 
-from utils.pairs.compatibility import (
+from utils.pairs.load_pair import load_pair
+from utils.pairs.pair import (
     DIFFERENT_TOKENIZERS,
     NEEDS_CACHE_OFF,
     WRONG,
@@ -15,7 +16,6 @@ from utils.pairs.compatibility import (
     PairFinding,
     compare_models,
 )
-from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 
 

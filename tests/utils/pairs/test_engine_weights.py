@@ -67,7 +67,7 @@ def test_the_embedded_target_is_computed_in_the_blocks_of_its_wheel(
     splits: list[object] = []
     monkeypatch.setattr(loading, "embedded_gguf", lambda report: file)
     monkeypatch.setattr("utils.models.sources.embedded_folder", lambda report: pytest.fail("it was converted"))
-    monkeypatch.setattr(loading, "split_digits", splits.append)
+    monkeypatch.setattr("utils.models.gguf_model.split_digits", splits.append)
     pair = load("embedded", "layers:1", engine_weights="gguf")
     assert pair.engine.use("invariant", 1).weights == "gguf" and len(splits) == 1
 

@@ -19,9 +19,8 @@ from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.prompts.chat_template import prompt_ids
-from utils.repl.loaded_pair import CONVERSATION_LOST
+from utils.repl.loaded_pair import CONVERSATION_ENDED, CONVERSATION_LOST
 from utils.repl.runner import TURN_NOT_KEPT, Verdict
-from utils.repl.session_settings import CONVERSATION_ENDED
 
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:

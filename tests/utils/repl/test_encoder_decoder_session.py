@@ -16,8 +16,8 @@ from utils.comparison.warm_up import draft_seconds
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
+from utils.repl.loaded_pair import NO_TEMPLATE
 from utils.repl.runner import Verdict
-from utils.repl.session_settings import NO_TEMPLATE
 
 KINDS = "/drafter_kind loaded lookup suffix chain"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from utils.repl.quiet_keyboard import ENDING, quiet_keyboard
+from utils.repl.line_input import ENDING, quiet_keyboard
 
 # Plays the shell: it starts the program in the foreground of the terminal and reports the echo after its end.
 SHELL = """
@@ -37,7 +37,7 @@ print("then", echo(), "end", flush=True)
 PROGRAM = """
 import os, signal, sys, termios, time
 sys.path.insert(0, {root!r})
-from utils.repl.quiet_keyboard import quiet_keyboard
+from utils.repl.line_input import quiet_keyboard
 
 def say(*words):
     print(*words, "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet", flush=True)

@@ -13,8 +13,8 @@ from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.engine import engine
 from utils.metrics.costs import Costs
+from utils.repl.loaded_pair import SessionSettings
 from utils.repl.repl_session import ReplSession
-from utils.repl.session_settings import SessionSettings
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
-from utils.models.head_file import is_head
+from utils.models.draft_head import is_head
 from utils.models.sources import Source, parse_path
 from utils.servers.address import ServerAddress, server_address, with_server, without_server
 from utils.servers.connection import ServerList
