@@ -32,19 +32,21 @@ def _invariant_is_fastest() -> None:
 
 def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an error that shows only at one verify width, or in every logit ("scale")."""
-    product, tile, join = CompiledKernel.__call__, compiled_products._tile_function, torch.cat
+    product, join = CompiledKernel.__call__, torch.cat
     add_attention = Program._add_attention
     if part == "head":
         monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
     elif part == "products":  # machine code for six rows that rounds twice where others round once
 
-        def odd_tile(module: Any, form: Any, rows: int, *rest: Any) -> Any:
-            with monkeypatch.context() as patch:
-                if rows == 6:
-                    patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
-                return tile(module, form, rows, *rest)
+        write = compiled_products._Tile.write
 
-        monkeypatch.setattr(compiled_products, "_tile_function", odd_tile)
+        def write_odd(self: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if self._rows == 6:
+                    patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
+                return write(self)
+
+        monkeypatch.setattr(compiled_products._Tile, "write", write_odd)
         monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
     elif part == "layers":  # attention of machine code
 
@@ -134,7 +136,8 @@ def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch
     def tiles(widths: Any) -> set[tuple[int, bool]]:
         found = set()
         for width in widths:
-            ((_, arguments, _),), _ = kernel.jobs(torch.zeros(width, 8), torch.zeros(width, 16), width)
+            x, out = torch.zeros(width, 8), torch.zeros(width, 16)
+            ((_, arguments, _),) = kernel.jobs(x, out, width, stride=16, scratch=torch.empty(0))
             size = arguments[tile_at]
             found |= {(min(size, width - first), first + size >= width) for first in range(0, width, size)}
         return found
