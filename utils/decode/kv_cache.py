@@ -46,19 +46,12 @@ class GrowingLayer(DynamicLayer):
         """
         length = self.get_seq_length()
         end = length + shape[2]
-        if not self._fits(length, end):
+        if not self._fits(length, end) or self._buffers[0].shape[:2] != shape[:2]:
             template = torch.empty(shape)
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
             self._reallocate(length, end + max(MIN_SPARE, end // 2), (template, template))
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
-        return self._buffers[0], self._buffers[1]
-
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """Keys and values up to the end of the buffers (B, heads, capacity, D). What follows the length is finite."""
-        if not self._fits(self.get_seq_length(), self.get_seq_length()):
-            self._reallocate(self.get_seq_length(), self.get_seq_length(), (self.keys, self.values))
-            self.keys, self.values = (buffer[..., : self.get_seq_length(), :] for buffer in self._buffers)
         return self._buffers[0], self._buffers[1]
 
     def _fits(self, length: int, end: int) -> bool:

@@ -49,6 +49,9 @@ class Program:
         self._gates = torch.empty(rows, max((_width(layer.gate_up) for layer in products), default=1))
         self._mixed = torch.empty(rows, max((layer.down.inputs for layer in products), default=1))
         self.tables = [torch.empty(2, rows, spec.rotary_dim) for _ in spec.ropes]
+        products_of_all = [part for own in products for part in (own.qkv, own.output, own.gate_up, own.down)]
+        sizes = [kernel.scratch_size(rows) for product in products_of_all for kernel in _parts(product)]
+        self._scratch = torch.empty(max(sizes, default=0))
         self._jobs: list[tuple[int, Any, int]] = []
         self._kept: list[Any] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
@@ -123,10 +126,8 @@ class Program:
 
     def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
         column, rows = 0, self._batch * self._count
-        for kernel in product.kernels if isinstance(product, JoinedKernels) else [product]:
-            jobs, kept = kernel.jobs(x, out[:, column:], rows)
-            self._jobs += jobs
-            self._kept.append(kept)
+        for kernel in _parts(product):
+            self._jobs += kernel.jobs(x, out[:, column:], rows, stride=out.stride(0), scratch=self._scratch)
             column += kernel.outputs
 
     def _norm(self, norm: Norm | None, x: Tensor, out: Tensor) -> Tensor:
@@ -202,6 +203,10 @@ def _product(model: nn.Module, *linears: Linear) -> Product:
     modules = dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears)
     kernels = [*dict.fromkeys(cast(EngineLinear, module).fused.kernel for module in modules)]
     return cast(Product, kernels[0]) if len(kernels) == 1 else JoinedKernels(cast(list[CompiledKernel], kernels))
+
+
+def _parts(product: Product) -> list[CompiledKernel]:
+    return product.kernels if isinstance(product, JoinedKernels) else [product]
 
 
 def _width(product: Product) -> int:

@@ -315,55 +315,74 @@ def _attend(
     scaling: ir.Value,
     out: ir.Value,
 ) -> None:
-    """One query over `count` keys (count, D)."""
+    """One query over `count` keys (count, D), a few at a time. scores: scratch memory for KEYS_AT_ONCE values."""
     queries = [code.fmul(part, code.splat(scaling, part.type.count)) for part in _vectors(code, query, size)]
     empty = [ir.Constant(part.type, [0.0] * part.type.count) for part in queries]
 
     def block(start: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         largest, total, *sums = state
-        left = code.sub(count, start)
+        left, place = code.sub(count, start), code.mul(start, INT(size))
         some = code.select(code.icmp_unsigned("<", left, INT(KEYS_AT_ONCE)), left, INT(KEYS_AT_ONCE))
-        position = code.mul(start, INT(size))
-        own_keys, own_values = code.at(keys, position), code.at(values, position)
-
-        def score(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-            parts = _vectors(code, code.at(own_keys, code.mul(index, INT(size))), size)
-            dots: dict[int, ir.Value] = {}
-            for one, other in zip(queries, parts, strict=True):
-                lanes = one.type.count
-                dots[lanes] = code.multiply_add(one, other, dots[lanes]) if lanes in dots else code.fmul(one, other)
-            totals = [
-                code.total(dot) if lanes > 1 else code.extract_element(dot, ir.IntType(32)(0))
-                for lanes, dot in dots.items()
-            ]
-            result = totals[0]
-            for more in totals[1:]:
-                result = code.fadd(result, more)
-            _store(code, result, scores, index)
-            return [code.maximum(before[0], result)]
-
-        (highest,) = code.repeat(some, [largest], score)
+        highest = _write_scores(code, queries, code.at(keys, place), some, scores=scores, size=size, largest=largest)
+        added = _write_weights(code, scores, some, highest)
         correction = code.exp(code.fsub(largest, highest))
-
-        def weigh(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-            weight = code.exp(code.fsub(_load(code, scores, index), highest))
-            _store(code, weight, scores, index)
-            return [code.fadd(before[0], weight, flags=REASSOCIATED)]
-
-        (added,) = code.repeat(some, [FLOAT(0.0)], weigh)
         sums = [code.fmul(part, code.splat(correction, part.type.count)) for part in sums]
-
-        def mix(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-            weight = _load(code, scores, index)
-            parts = _vectors(code, code.at(own_values, code.mul(index, INT(size))), size)
-            return [
-                code.multiply_add(code.splat(weight, part.type.count), part, total)
-                for part, total in zip(parts, before, strict=True)
-            ]
-
-        sums = code.repeat(some, sums, mix)
+        sums = _mixed(code, scores, code.at(values, place), some, sums=sums, size=size)
         return [highest, code.multiply_add(total, correction, added), *sums]
 
     _, total, *sums = code.repeat(count, [FLOAT(float("-inf")), FLOAT(0.0), *empty], block, step=KEYS_AT_ONCE)
     for (start, lanes), part in zip(_chunks(size), sums, strict=True):
         code.store(code.fdiv(part, code.splat(total, lanes)), code.at(out, INT(start)), align=4)
+
+
+def _write_scores(
+    code: Code,
+    queries: list[ir.Value],
+    keys: ir.Value,
+    count: ir.Value,
+    *,
+    scores: ir.Value,
+    size: int,
+    largest: ir.Value,
+) -> ir.Value:
+    """Write the scores of some keys. Returns the largest of them and of those before."""
+
+    def score(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+        dots: dict[int, ir.Value] = {}  # by number of lanes
+        for query, key in zip(queries, _vectors(code, code.at(keys, code.mul(index, INT(size))), size), strict=True):
+            lanes = query.type.count
+            dots[lanes] = code.multiply_add(query, key, dots[lanes]) if lanes in dots else code.fmul(query, key)
+        result, *others = map(code.total, dots.values())
+        for other in others:
+            result = code.fadd(result, other)
+        _store(code, result, scores, index)
+        return [code.maximum(before[0], result)]
+
+    return code.repeat(count, [largest], score)[0]
+
+
+def _write_weights(code: Code, scores: ir.Value, count: ir.Value, highest: ir.Value) -> ir.Value:
+    """Replace scores by exp(score - highest). Returns the sum."""
+
+    def weigh(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+        weight = code.exp(code.fsub(_load(code, scores, index), highest))
+        _store(code, weight, scores, index)
+        return [code.fadd(before[0], weight, flags=REASSOCIATED)]
+
+    return code.repeat(count, [FLOAT(0.0)], weigh)[0]
+
+
+def _mixed(
+    code: Code, weights: ir.Value, values: ir.Value, count: ir.Value, *, sums: list[ir.Value], size: int
+) -> list[ir.Value]:
+    """Add weighted values (count, D) to sums."""
+
+    def mix(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+        weight = _load(code, weights, index)
+        parts = _vectors(code, code.at(values, code.mul(index, INT(size))), size)
+        return [
+            code.multiply_add(code.splat(weight, part.type.count), part, total)
+            for part, total in zip(parts, before, strict=True)
+        ]
+
+    return code.repeat(count, sums, mix)

@@ -10,7 +10,7 @@ Weights are unpacked in registers: bfloat16, and small integers with a scale for
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from llvmlite import ir
@@ -105,67 +105,74 @@ def _scales_of_word() -> list[float]:
     return [16.0 ** -min(place, IN_WORD - 2) for place in range(IN_WORD)]
 
 
-def _tile_function(module: ir.Module, form: PackedForm, rows: int, blocks: int = 1) -> ir.Function:
-    """The product of some rows with the outputs of adjacent blocks. Pointers are those of the first row and output."""
-    code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
-    code.function.linkage = "internal"
-    for argument in arguments:
-        if argument.type == POINTER:
-            argument.add_attribute("noalias")
-    given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
-    own = [_of_block(code, form, given, INT(block)) for block in range(blocks)]
-    zeros = ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)
-    inputs = [code.at(given["x"], INT(row * form.inputs)) for row in range(rows)]
-    size = form.group or form.inputs
-    at_once = IN_WORD if form.kind == "uint4" else 1
-    stride = int(LANES * at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
+class _Tile:
+    """The product of some rows with the outputs of adjacent blocks. Sums are numbered block by block, row by row.
 
-    def group_sums(group: ir.Value) -> list[ir.Value]:
-        offset, position = code.mul(group, INT(size // at_once * stride)), code.mul(group, INT(size))
-        starts = [code.at(part["values"], offset, BYTE) for part in own]
-        rows_of_group = [code.at(pointer, position) for pointer in inputs]
+    Pointers are those of the first row and block.
+    """
 
-        def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            step = code.mul(code.udiv(index, INT(at_once)), INT(stride))
-            packed = [_packed(code, form, code.at(start, step, BYTE)) for start in starts]
-            if rows > 2:
-                ahead = INT(_AHEAD // 2 if form.kind == "float32" else _AHEAD)
-                code.prefetch(code.at(starts[0], code.add(step, ahead), BYTE))
-            for each in range(at_once):
-                values = [_unpacked(code, form, part, each) for part in packed]
-                for row, pointer in enumerate(rows_of_group):
-                    x = code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4)
-                    x = code.splat(x, LANES)
-                    for block in range(blocks):
-                        place = block * rows + row
-                        sums[place] = code.multiply_add(x, values[block], sums[place])
-            return sums
+    def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int) -> None:
+        self._code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
+        self.function = self._code.function
+        self.function.linkage = "internal"
+        for argument in arguments:
+            if argument.type == POINTER:
+                argument.add_attribute("noalias")
+        self._form, self._rows = form, rows
+        self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
+        self._blocks = [_of_block(self._code, form, self._given, INT(block)) for block in range(blocks)]
+        self._inputs = [self._code.at(self._given["x"], INT(row * form.inputs)) for row in range(rows)]
+        self._zeros = [ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)] * (rows * blocks)
+        self._size, self._at_once = form.group or form.inputs, IN_WORD if form.kind == "uint4" else 1
+        self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
-        return code.repeat(INT(size), [zeros] * (rows * blocks), add, step=at_once)
+    def write(self) -> ir.Function:
+        """Write all instructions."""
+        code, groups = self._code, self._given["groups"]
+        totals = code.repeat(groups, self._zeros, self._add_group) if self._form.group else self._group_sums(INT(0))
+        for place, total in enumerate(totals):
+            own, row = self._blocks[place // self._rows], place % self._rows
+            total = code.fadd(total, _vector(code, own["bias"], FLOAT)) if self._form.has_bias else total
+            code.store(total, code.at(own["out"], code.mul(self._given["out_stride"], INT(row))), align=4)
+        code.ret_void()
+        return self.function
 
-    def add_group(group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-        sums, position = group_sums(group), code.mul(group, INT(LANES))
-        for block, part in enumerate(own):
-            scale = _vector(code, code.at(part["scales"], position), FLOAT)
-            minimum = _vector(code, code.at(part["minimums"], position), FLOAT) if form.has_minimums else None
-            for row in range(rows):
-                place = block * rows + row
-                totals[place] = code.multiply_add(sums[place], scale, totals[place])
-                if minimum is not None:
-                    index = code.add(group, code.mul(given["groups"], INT(row)))
-                    total = code.load(code.at(given["sums"], index), typ=FLOAT, align=4)
-                    totals[place] = code.multiply_add(code.splat(total, LANES), minimum, totals[place])
+    def _add_group(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        """Add the sums of a group times its scale, and the sum of its inputs times its minimum."""
+        code, sums, position = self._code, self._group_sums(group), self._code.mul(group, INT(LANES))
+        for place, part in enumerate(sums):
+            own, row = self._blocks[place // self._rows], place % self._rows
+            scale = _vector(code, code.at(own["scales"], position), FLOAT)
+            totals[place] = code.multiply_add(part, scale, totals[place])
+            if self._form.has_minimums:
+                minimum = _vector(code, code.at(own["minimums"], position), FLOAT)
+                index = code.add(group, code.mul(self._given["groups"], INT(row)))
+                total = code.load(code.at(self._given["sums"], index), typ=FLOAT, align=4)
+                totals[place] = code.multiply_add(code.splat(total, LANES), minimum, totals[place])
         return totals
 
-    zero_totals = [zeros] * (rows * blocks)
-    totals = code.repeat(given["groups"], zero_totals, add_group) if form.group else group_sums(INT(0))
-    for block, part in enumerate(own):
-        bias = _vector(code, part["bias"], FLOAT) if form.has_bias else None
-        for row in range(rows):
-            total = totals[block * rows + row] if bias is None else code.fadd(totals[block * rows + row], bias)
-            code.store(total, code.at(part["out"], code.mul(given["out_stride"], INT(row))), align=4)
-    code.ret_void()
-    return code.function
+    def _group_sums(self, group: ir.Value) -> list[ir.Value]:
+        """The sums of a group of inputs."""
+        code, at_once = self._code, self._at_once
+        offset = code.mul(group, INT(self._size // at_once * self._stride))
+        starts = [code.at(own["values"], offset, BYTE) for own in self._blocks]
+        inputs = [code.at(pointer, code.mul(group, INT(self._size))) for pointer in self._inputs]
+
+        def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            step = code.mul(code.udiv(index, INT(at_once)), INT(self._stride))
+            packed = [_packed(code, self._form, code.at(start, step, BYTE)) for start in starts]
+            if self._rows > 2:
+                ahead = INT(_AHEAD // 2 if self._form.kind == "float32" else _AHEAD)
+                code.prefetch(code.at(starts[0], code.add(step, ahead), BYTE))
+            for each in range(at_once):
+                values = [_unpacked(code, self._form, part, each) for part in packed]
+                for row, pointer in enumerate(inputs):
+                    x = code.splat(code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4), LANES)
+                    for place in range(row, len(sums), self._rows):
+                        sums[place] = code.multiply_add(x, values[place // self._rows], sums[place])
+            return sums
+
+        return code.repeat(INT(self._size), self._zeros, add, step=at_once)
 
 
 def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
@@ -185,8 +192,8 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
     """block(arguments, item): the product of all rows with `span` blocks. Few rows take two blocks at once, because a
     processor adds to several sums in the time that it takes for one.
     """
-    tiles = {rows: _tile_function(module, form, rows) for rows in range(1, most_rows + 1)}
-    pairs = {rows: _tile_function(module, form, rows, 2) for rows in (1, 2)}
+    tiles = {rows: _Tile(module, form, rows, 1).write() for rows in range(1, most_rows + 1)}
+    pairs = {rows: _Tile(module, form, rows, 2).write() for rows in (1, 2)}
     code, (pointer, item) = new_function(module, "block", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
     first = code.mul(item, given["span"])
@@ -378,36 +385,47 @@ class CompiledKernel:
         rows = x.reshape(-1, self.form.inputs).contiguous()
         count, out = len(rows), torch.empty(len(rows), self.width)
         if count:
-            if count not in self._calls:
-                self._calls = {} if len(self._calls) >= _CALLS else self._calls
-                jobs, sums = self.jobs(rows, out, count)
-                self._calls[count] = job_list(jobs), jobs[0][1], sums
-            jobs_array, arguments, _ = self._calls[count]
-            arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
-            if self.form.kind != "uint4":
-                arguments[_X] = rows.data_ptr()
-            WORKERS.run(*jobs_array)
-        return out[:, : self.outputs].view(*x.shape[:-1], -1) if x.dim() != 2 else out[:, : self.outputs]
+            with WORKERS.lock:
+                jobs, arguments, _ = self._call(count)
+                arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
+                if self.form.kind != "uint4":
+                    arguments[_X] = rows.data_ptr()
+                WORKERS.run(*jobs)
+        return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
 
-    def jobs(self, x: Tensor, out: Tensor, rows: int) -> tuple[list[tuple[int, Any, int]], Any]:
-        """The jobs of a product of x (rows, K), contiguous, to the first columns of out (rows, at least `width`). Their
-        second words are arguments, whose first word is the address of x. Also returns what they need to live.
+    def _call(self, rows: int) -> tuple[Any, Any, Tensor]:
+        """The jobs of a call with so many rows, their arguments, and the scratch memory that they use."""
+        if rows not in self._calls:
+            self._calls = {} if len(self._calls) >= _CALLS else self._calls
+            scratch = torch.empty(self.scratch_size(rows))
+            jobs = self.jobs(scratch, scratch, rows, stride=self.width, scratch=scratch)
+            self._calls[rows] = job_list(jobs), jobs[0][1], scratch
+        return cast(tuple[Any, Any, Tensor], self._calls[rows])
+
+    def scratch_size(self, rows: int) -> int:
+        """Values that products with so many rows write on the way."""
+        return rows * (
+            (self.inputs if self.form.kind == "uint4" else 0) + (self._groups if self._minimums is not None else 0)
+        )
+
+    def jobs(self, x: Tensor, out: Tensor, rows: int, *, stride: int, scratch: Tensor) -> list[tuple[int, Any, int]]:
+        """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
+        `stride` values apart. All tensors must live as long as the jobs.
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        sums = torch.empty(rows, self._groups) if self.form.has_minimums else None
-        scaled = torch.empty(rows, self.inputs) if self.form.kind == "uint4" else x
+        scaled = rows * self.inputs if self.form.kind == "uint4" else 0
         arguments = words(
             _ARGUMENTS,
-            x=scaled,
+            x=scratch if scaled else x,
             inputs=x,
             values=self._values,
             scales=self._scales,
             minimums=self._minimums,
             bias=self._bias,
-            sums=sums,
+            sums=scratch[scaled:],
             out=out,
-            out_stride=out.stride(0),
+            out_stride=stride,
             groups=self._groups,
             blocks=blocks,
             rows=rows,
@@ -415,7 +433,7 @@ class CompiledKernel:
             span=span,
         )
         first = [(self._prepare, arguments, rows)] if self._prepare else []
-        return [*first, (self._block, arguments, -(-blocks // span))], (sums, scaled)
+        return [*first, (self._block, arguments, -(-blocks // span))]
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""

@@ -19,6 +19,7 @@ from utils.decode.engine_forward import MAX_WIDTH, in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import LayerProducts, Product, Program
 from utils.engine.decoder_spec import DecoderSpec
+from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 PREFILL_ROWS = 512  # of a chunk
@@ -143,6 +144,10 @@ class LeanDecoder:
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
         """
+        with WORKERS.lock:  # programs have one set of buffers
+            return self._computed(ids, cache, every=every)
+
+    def _computed(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         spec, (batch, count) = self._spec, ids.shape
         program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()

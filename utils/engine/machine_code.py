@@ -7,7 +7,7 @@ thread computes an item never changes its bits.
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from threading import Event, Lock, Thread
+from threading import Event, RLock, Thread
 from typing import Any, cast
 
 import llvmlite.binding as llvm
@@ -112,6 +112,8 @@ class Code(ir.IRBuilder):
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum of a vector, in an order that depends on its size alone."""
+        if vector.type.count == 1:
+            return self.extract_element(vector, ir.IntType(32)(0))
         full = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
         function = self.module.globals.get(full) or ir.Function(
             self.module, ir.FunctionType(FLOAT, [FLOAT, vector.type]), full
@@ -269,7 +271,7 @@ class Workers:
         self._address = start + -start % (8 * _LINE)
         self._state = (ctypes.c_int64 * _WORDS).from_address(self._address)
         self._wakes: list[Event] = []
-        self._lock = Lock()
+        self.lock = RLock()  # held while buffers that jobs share are in use
         self._lead: Any = None
 
     def run(self, jobs: Any, count: int) -> None:
@@ -279,7 +281,7 @@ class Workers:
         others, state = torch.get_num_threads() - 1, self._state
         if self._lead is None or len(self._wakes) < others:
             self._start(others)
-        with self._lock:
+        with self.lock:
             state[_JOBS], state[_COUNT] = ctypes.addressof(jobs), count
             if state[_SERVING] < others:
                 for wake in self._wakes[:others]:

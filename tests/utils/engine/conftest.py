@@ -34,7 +34,8 @@ def _constant_costs() -> None:
 def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test tests every width only where it is the subject."""
     if request.module.__name__ != "test_self_test":
-        monkeypatch.setattr(selftest, "MAX_WIDTH", 7)
+        for name in ("EVERY_WIDTH", "TILED_WIDTHS"):
+            monkeypatch.setattr(selftest, name, range(2, 8))
 
 
 @pytest.fixture

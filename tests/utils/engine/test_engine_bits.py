@@ -12,12 +12,16 @@ from tiny import tiny_llama, tiny_sliding
 from torch import nn
 
 from sampling import autoregressive_generate, speculative_generate
-from utils.decode.engine_forward import engine_forward
+from utils.bounds import ENGINE_WEIGHTS
+from utils.decode.engine_forward import MAX_WIDTH, engine_forward
 from utils.decode.layer_cut import first_layers
+from utils.decode.model_session import ModelSession
 from utils.engine import Engine, invariant
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.engine_table import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
+from utils.engine.weight_blocks import round_int4
+from utils.engine.weight_format import EngineWeights
 from utils.logits_processor import MultinomialProcessor
 
 llama = partial(tiny_llama, vocab_size=96)
@@ -94,6 +98,29 @@ def test_models_that_share_weights_still_share_them() -> None:
     engine.use("plain", 1)
     assert cut.model.layers[0].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.weight
     assert cut.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ENGINE_WEIGHTS)
+@torch.no_grad()
+def test_every_width_has_the_bits_of_single_steps_in_every_format(kind: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = llama(hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    blocks = {name: round_int4(part.weight) for name, part in linears.items()}
+    if kind == "gguf":
+        for name, part in linears.items():
+            part.weight.copy_(blocks[name].dense())
+    engine = invariant.InvariantEngine([model], [], EngineWeights(kind, blocks if kind == "gguf" else None))
+    assert engine.install() == ""
+    context = [7 * index % 96 for index in range(5 + MAX_WIDTH)]
+    session = ModelSession(model)
+    session.feed(context[:5], keep=1)
+    other = session.fork()
+    alone = torch.cat([other.feed(context[: end + 1], keep=1) for end in range(5, len(context))])
+    for width in range(1, MAX_WIDTH + 1):
+        assert torch.equal(session.feed(context[: 5 + width], keep=width), alone[:width]), width
+        session.rewind(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -105,15 +105,13 @@ def test_short_contexts_limit_the_width() -> None:
 @pytest.mark.parametrize("longer", [LongerContext(64, 1024, 0.0125, (0.3, 0.5)), None])
 def test_costs_of_both_lengths_are_stored(longer: LongerContext | None, tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
-    result = StoredResult(
-        "plain", "", "2026-11-23", (1,), 1, {}, 0.01, (0.2, 0.4), {"head": [0.1, 0.2, 0.0]}, {}, longer
-    )
+    result = StoredResult("plain", "", "2026-11-23", (1,), 1, 0.01, (0.2, 0.4), {"head": [0.1, 0.2]}, {}, longer)
     assert file.put("key", result) and file.get("key") == result
 
 
 def test_results_of_one_length_are_still_read(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
-    result = StoredResult("plain", "", "2026-11-23", (1,), 1, {}, 0.01, (0.2, 0.4), {}, {})
+    result = StoredResult("plain", "", "2026-11-23", (1,), 1, 0.01, (0.2, 0.4), {}, {})
     file._file.put("key", {name: value for name, value in asdict(result).items() if name != "longer"})
     assert file.get("key") == result
 

@@ -121,7 +121,7 @@ def test_fused_layers_use_their_own_input_and_release_it() -> None:
     torch.manual_seed(3)
     first, second = nn.Linear(8, 4, bias=False), nn.Linear(8, 6, bias=False)
     weight = torch.cat([first.weight, second.weight]).detach()
-    fused = FusedKernel(CompiledKernel(weight, None), [4, 6])
+    fused = FusedKernel(CompiledKernel([weight], None), [4, 6])
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     assert torch.allclose(fused.output(x, 0), x @ first.weight.T, atol=1e-5)
     # A different input, although the product with the first one is still there.

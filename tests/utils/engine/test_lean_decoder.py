@@ -103,9 +103,12 @@ def test_the_products_alone_are_those_of_a_decode_step(monkeypatch: pytest.Monke
     forward, jobs = engine_forward(model), CompiledKernel.jobs
     session = ModelSession(model)
     session.feed(IDS[:20], keep=1)
-    monkeypatch.setattr(
-        CompiledKernel, "jobs", lambda self, x, out, rows: used.append((self, rows)) or jobs(self, x, out, rows)
-    )
+
+    def noted(self: CompiledKernel, x: Any, out: Any, rows: int, **others: Any) -> Any:
+        used.append((self, rows))
+        return jobs(self, x, out, rows, **others)
+
+    monkeypatch.setattr(CompiledKernel, "jobs", noted)
 
     def products(run: Callable[[], Any]) -> list[tuple[CompiledKernel, int]]:
         """Those whose jobs a pass makes: none of an earlier pass is known."""

@@ -120,8 +120,8 @@ def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(
     stored: torch.dtype, kind: str, tmp_path: Path
 ) -> None:
     """Values that a file holds in bfloat16 need no more memory than there."""
-    model = from_files(tmp_path, tiny_llama(vocab_size=1024, hidden_size=128, intermediate_size=256).to(stored))
+    model = from_files(tmp_path, tiny_llama(vocab_size=96, hidden_size=128, intermediate_size=256).to(stored))
     engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(kind))
     before, need = engine.nbytes(), engine.need()
     assert engine.install(lambda text: None) == ""
-    assert 0.7 * need <= engine.nbytes() - before <= 1.1 * need
+    assert 0.7 * need <= engine.nbytes() - before <= 1.15 * need

@@ -1,8 +1,7 @@
 """The engine's self-test: which errors it notices, what it tests, and when it runs again."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +30,24 @@ def _invariant_is_fastest() -> None:
     prefer("invariant")
 
 
-@pytest.fixture(autouse=True)
-def _own_machine_code() -> Iterator[None]:
-    """Functions that a test has broken are generated anew for the next one."""
-    compiled_products._functions.cache_clear()
-    yield
-    compiled_products._functions.cache_clear()
-
-
 def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an error that shows only at one verify width, or in every logit ("scale")."""
-    product, tile, join = CompiledKernel.__call__, compiled_products._tile_function, torch.cat
+    product, join = CompiledKernel.__call__, torch.cat
     add_attention = Program._add_attention
     if part == "head":
         monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
     elif part == "products":  # machine code for six rows that rounds twice where others round once
 
-        def odd_tile(module: Any, form: Any, rows: int, *rest: Any) -> Any:
-            with monkeypatch.context() as patch:
-                if rows == 6:
-                    patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
-                return tile(module, form, rows, *rest)
+        write = compiled_products._Tile.write
 
-        monkeypatch.setattr(compiled_products, "_tile_function", odd_tile)
+        def write_odd(self: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if self._rows == 6:
+                    patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
+                return write(self)
+
+        monkeypatch.setattr(compiled_products._Tile, "write", write_odd)
+        monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
     elif part == "layers":  # attention of machine code
 
         def add_odd(self: Program, layer: Any) -> None:
@@ -94,27 +88,28 @@ def test_the_self_test_notices_an_error(part: str, reason: str, lean: bool, monk
 
 
 def recorded_tests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool, bool]]:
-    """The model, whether every width was tested, and `complete` of each self-test, which passes."""
+    """The model, whether the first layer was tested, and `complete` of each self-test, which passes."""
     tested: list[tuple[Any, bool, bool]] = []
 
     def record(model: Any, count: int, *, widths: Any, complete: bool, report: Any) -> str:
-        tested.append((model, widths == selftest.EVERY_WIDTH, complete))
+        assert widths in (selftest.TILED_WIDTHS, ())
+        tested.append((model, bool(widths), complete))
         return ""
 
     monkeypatch.setattr(selftest, "width_dependence", record)
     return tested
 
 
-def test_a_separate_drafter_is_tested_at_every_width_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_layer_of_a_separate_drafter_is_tested_too(monkeypatch: pytest.MonkeyPatch) -> None:
     tested, target = recorded_tests(monkeypatch), tiny_llama()
-    for drafter, every_width in ((tiny_llama(seed=1), True), (first_layers(target, 1), False)):
+    for drafter, first_layer in ((tiny_llama(seed=1), True), (first_layers(target, 1), False)):
         tested.clear()
         engine = Engine([target, drafter])
         engine.use("invariant", 1)
-        assert tested == [(target, True, False), (drafter, every_width, False)]
+        assert tested == [(target, True, False), (drafter, first_layer, False)]
         tested.clear()
         engine.test("invariant", 1)
-        assert tested == [(target, True, True), (drafter, every_width, True)]
+        assert tested == [(target, True, True), (drafter, first_layer, True)]
         engine.use("plain", 1)
 
 
@@ -129,6 +124,25 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
     few = [every[width - 2] for width in (selftest.WIDTHS if complete else selftest.START_WIDTHS)]
     prefill = "testing the engine: a prefill, 1 thread"
     assert texts == [*every, prefill, *few, prefill]
+
+
+@pytest.mark.parametrize("most", [6, 12])  # rows of a tile, by processor
+def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tiles that follow each other, and as the last one."""
+    monkeypatch.setattr(compiled_products, "_most_rows", lambda: most)
+    kernel = CompiledKernel([torch.randn(16, 8)], None)
+    tile_at = [*compiled_products._ARGUMENTS].index("tile")
+
+    def tiles(widths: Any) -> set[tuple[int, bool]]:
+        found = set()
+        for width in widths:
+            x, out = torch.zeros(width, 8), torch.zeros(width, 16)
+            ((_, arguments, _),) = kernel.jobs(x, out, width, stride=16, scratch=torch.empty(0))
+            size = arguments[tile_at]
+            found |= {(min(size, width - first), first + size >= width) for first in range(0, width, size)}
+        return found
+
+    assert tiles(selftest.TILED_WIDTHS) == tiles(selftest.EVERY_WIDTH)
 
 
 @pytest.mark.parametrize("wrong", ["target", "drafter"])

@@ -1,4 +1,4 @@
-"""Weights as small integers with scales: rounding, unpacking, and joining of layers."""
+"""Weights as small integers with scales: rounding, unpacking, and equal forms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from utils.engine.weight_blocks import BlockWeight, joined, round_int4, round_int8
+from utils.engine.weight_blocks import BlockWeight, have_one_form, round_int4, round_int8
 
 Rounding = Callable[[Tensor], BlockWeight]
 
@@ -39,15 +39,14 @@ def test_rows_of_zeros_and_constants_stay(rounding: Rounding) -> None:
     assert rounding(weight).dense().tolist() == weight.tolist()
 
 
-def test_layers_with_the_same_input_are_joined_unless_their_forms_differ() -> None:
+def test_weights_of_one_form_have_equal_groups_bits_signs_and_minimums() -> None:
     torch.manual_seed(1)
     first, second = torch.randn(8, 64), torch.randn(16, 64)
-    both = joined([round_int4(first), round_int4(second)])
-    assert both is not None
-    assert torch.equal(both.dense(), torch.cat([round_int4(first).dense(), round_int4(second).dense()]))
-    assert joined([round_int4(first), round_int8(second)]) is None
     block = round_int4(first)
-    assert joined([block, replace(block, minimums=None)]) is None
+    assert have_one_form([block, round_int4(second)])
+    for other in (round_int8(second), replace(block, minimums=None), replace(block, bits=5), replace(block, group=64)):
+        assert not have_one_form([block, other])
+    assert not have_one_form([block, replace(block, values=block.values.to(torch.int8))])
 
 
 @pytest.mark.parametrize("rounding", [round_int8, round_int4])

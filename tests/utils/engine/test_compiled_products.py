@@ -1,0 +1,163 @@
+"""Products in machine code: every form of weights, whatever the numbers of rows and threads."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from utils.engine import compiled_products
+from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.weight_blocks import BlockWeight, round_int8
+
+ROWS = 70
+UNIT = 2.0**-24  # the largest relative error of a rounding
+
+
+def blocks(dtype: torch.dtype, bits: int, group: int, *, minimums: bool) -> Callable[[int, int], BlockWeight]:
+    """Random integers of the whole range, with scales of many sizes."""
+
+    def make(outputs: int, inputs: int) -> BlockWeight:
+        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if dtype == torch.int8 else (0, 2**bits)
+        values = torch.randint(low, high, (outputs, inputs)).to(dtype)
+        values[0, :2] = torch.tensor([low, high - 1])
+        scales = torch.randn(outputs, inputs // group) * 10 ** torch.rand(outputs, 1)
+        return BlockWeight(values, scales, torch.randn_like(scales) if minimums else None, group, bits)
+
+    return make
+
+
+# name: what makes a weight (N, K), N, K, the form in the kernel, bytes of a value
+FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
+    "float32": (torch.randn, 67, 129, "float32", 4),
+    "float32, one input": (torch.randn, 16, 1, "float32", 4),
+    "float32, one output": (torch.randn, 1, 50, "float32", 4),
+    "bfloat16": (lambda *shape: torch.randn(shape).bfloat16(), 530, 77, "bfloat16", 2),
+    "int8, a scale per row": (lambda *shape: round_int8(torch.randn(shape)), 50, 97, "int8", 1),
+    "int8 in groups of 32": (blocks(torch.int8, 8, 32, minimums=False), 40, 96, "int8", 1),
+    "int8 in groups of 16": (blocks(torch.int8, 6, 16, minimums=False), 31, 48, "int8", 1),
+    "uint8 in groups of 32": (blocks(torch.uint8, 5, 32, minimums=True), 40, 96, "uint8", 1),
+    "uint8 in groups of 16": (blocks(torch.uint8, 8, 16, minimums=True), 17, 80, "uint8", 1),
+    "4 bits": (blocks(torch.uint8, 4, 32, minimums=False), 33, 96, "uint4", 0.5),
+    "4 bits, minimums": (blocks(torch.uint8, 4, 32, minimums=True), 520, 64, "uint4", 0.5),
+    "4 bits in groups of 16": (blocks(torch.uint8, 3, 16, minimums=True), 48, 48, "uint4", 0.5),
+    "4 bits, an odd group": (blocks(torch.uint8, 4, 5, minimums=False), 20, 35, "uint8", 1),
+}
+
+
+def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The product in float64, and the sum of the sizes of all that is added."""
+    parts = [weight.double()] if isinstance(weight, Tensor) else []
+    if isinstance(weight, BlockWeight):
+        spread = (weight.values.double().unflatten(1, (-1, weight.group)), torch.ones(weight.group).double())
+        factors = (weight.scales, weight.minimums)
+        parts = [
+            (part * own.double()[:, :, None]).flatten(1)
+            for part, own in zip(spread, factors, strict=True)
+            if own is not None
+        ]
+    bias = torch.zeros(len(parts[0])) if bias is None else bias
+    sizes = sum(x.double().abs() @ part.abs().T for part in parts) + bias.double().abs()
+    return x.double() @ sum(parts).T + bias.double(), sizes  # type: ignore[union-attr]
+
+
+CASES = [(name, index % 2 > 0) for index, name in enumerate(FORMS)]  # biases are added in the same way in every form
+
+
+@pytest.mark.parametrize(("name", "has_bias"), CASES + [("float32", True), ("4 bits, minimums", True)])
+def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(name: str, has_bias: bool) -> None:
+    torch.manual_seed(len(name))
+    make, outputs, inputs, kind, size = FORMS[name]
+    weight, bias = make(outputs, inputs), torch.randn(outputs) if has_bias else None
+    kernel, x = CompiledKernel([weight], bias), torch.randn(ROWS, inputs)
+    assert (kernel.form.kind, kernel.inputs, kernel.outputs) == (kind, inputs, outputs)
+    assert next(kernel.tensors()).nbytes == -(-outputs // 16) * 16 * inputs * size
+    values = weight.dense() if isinstance(weight, BlockWeight) else weight.float()
+    assert kernel.weight().dtype == torch.float32 and torch.equal(kernel.weight(), values)
+    torch.set_num_threads(1)
+    alone = torch.cat([kernel(row) for row in x.split(1)])
+    exact, sizes = exact_product(weight, bias, x)
+    # Each value that is added is rounded once, and at most twice more for each input.
+    assert bool(((alone - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in range(1, ROWS + 1):
+            assert torch.equal(kernel(x[-rows:]), alone[-rows:]), (threads, rows)
+
+
+@pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16"])
+def test_tiles_of_another_processor_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
+    weight, x = FORMS[name][0](50, 48), torch.randn(ROWS, 48)
+    expected = CompiledKernel([weight], None)(x)
+    most = compiled_products._most_rows()
+    monkeypatch.setattr(compiled_products, "_most_rows", lambda: 18 - most)  # 6 or 12
+    monkeypatch.setattr(compiled_products, "_functions", compiled_products._functions.__wrapped__)
+    kernel = CompiledKernel([weight], None)
+    for rows in (*range(1, 27), ROWS):
+        assert torch.equal(kernel(x[:rows]), expected[:rows]), rows
+
+
+def test_inputs_of_any_shape_and_stride() -> None:
+    torch.manual_seed(1)
+    kernel, x = CompiledKernel([torch.randn(20, 24)], None), torch.randn(2, 3, 5, 24)
+    expected = kernel(x.view(-1, 24))
+    assert torch.equal(kernel(x), expected.view(2, 3, 5, 20)) and torch.equal(kernel(x[0, 0, 0]), expected[0])
+    wide = torch.randn(9, 48)
+    assert torch.equal(kernel(wide[:, 1::2]), kernel(wide[:, 1::2].contiguous()))
+    assert kernel(x[:0]).shape == (0, 3, 5, 20) and kernel(torch.empty(0, 24)).shape == (0, 20)
+
+
+def test_outputs_stay_as_they_are_when_the_kernel_is_used_again() -> None:
+    torch.manual_seed(2)
+    kernel, x = CompiledKernel([torch.randn(20, 24)], None), torch.randn(40, 5, 24)
+    outputs = [kernel(part) for part in x]
+    assert torch.equal(torch.cat(outputs), kernel(x.flatten(0, 1)))
+    for rows in range(1, 80):  # more numbers of rows than are kept
+        assert torch.equal(kernel(x.flatten(0, 1)[:rows]), torch.cat(outputs)[:rows])
+
+
+def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
+    torch.manual_seed(3)
+    for name in ("float32", "4 bits, minimums"):
+        make, outputs, inputs, *_ = FORMS[name]
+        kernel, x = CompiledKernel([make(outputs, inputs)], None), torch.randn(7, inputs)
+        expected = kernel(x)
+        x[3, 5] = float("nan")
+        found = kernel(x)
+        assert found[3].isnan().all() and torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("sizes", [(32, 16, 48), (20, 7, 33)])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8, a scale per row", "4 bits, minimums"])
+def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ...]) -> None:
+    """Also parts of larger ones, whose rows lie apart."""
+    torch.manual_seed(5)
+    whole, x = FORMS[name][0](sum(sizes), 192), torch.randn(9, 64)
+    if isinstance(whole, BlockWeight):
+        whole = whole.columns(64, 128)
+        ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+        parts: list[Any] = [whole.rows(first, last) for first, last in pairwise(ends)]
+    else:
+        whole = whole[:, 64:128]
+        parts = [*whole.split(sizes)]
+    bias = torch.randn(sum(sizes))
+    joined, alone = CompiledKernel(parts, bias), CompiledKernel([whole], bias)
+    assert torch.equal(joined.weight(), whole.dense() if isinstance(whole, BlockWeight) else whole.float())
+    assert torch.equal(joined(x), alone(x))
+    if isinstance(whole, Tensor):
+        assert torch.equal(CompiledKernel([whole.T.contiguous().T], bias)(x), alone(x))
+
+
+def test_kernels_in_different_forms_are_joined() -> None:
+    torch.manual_seed(4)
+    kernels = [
+        CompiledKernel([torch.randn(20, 64)], torch.randn(20)),
+        CompiledKernel([round_int8(torch.randn(7, 64))], None),
+    ]
+    joined, x = JoinedKernels(kernels), torch.randn(2, 3, 64)
+    assert torch.equal(joined(x), torch.cat([kernel(x) for kernel in kernels], dim=-1)) and joined.inputs == 64
+    assert torch.equal(joined.weight(), torch.cat([kernel.weight() for kernel in kernels]))
+    assert {id(part) for part in joined.tensors()} == {id(part) for kernel in kernels for part in kernel.tensors()}
