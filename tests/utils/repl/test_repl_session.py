@@ -36,6 +36,7 @@ FIELDS = {
     "decode_tokens_per_second",
     "acceptance_is_valid",
     "acceptance_note",
+    "other_tokens",
     "baseline",
     "decode_speedup_vs_baseline",
     "first_difference_in",

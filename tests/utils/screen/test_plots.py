@@ -126,7 +126,7 @@ def test_repeats_become_speed_ups_with_an_interval() -> None:
     chart = repeats_chart([(str(row["strategy"]), row) for row in (fast, target, twice)])
     assert [row.label for row in chart.rows] == ["ngram", "x"] and chart.reference == 1.0
     assert list(chart.rows[0].values) == [1.4, 1.5, 1.6] and chart.rows[1].interval is None
-    assert chart.rows[0].interval == (1.3, 1.8) and text_plot(chart, width=80).splitlines()[1].endswith("1.52x")
+    assert chart.rows[0].interval == [1.3, 1.8] and text_plot(chart, width=80).splitlines()[1].endswith("1.52x")
     alone = repeats_chart([("drafter", figures("drafter", [], tokens_per_second=[5.0, 6.0]))])
     assert alone.reference is None and list(alone.rows[0].values) == [5.0, 6.0]
 
