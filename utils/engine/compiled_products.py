@@ -17,6 +17,7 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn.functional import pad
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine.machine_code import (
     BYTE,
     FLOAT,
@@ -67,6 +68,11 @@ class PackedForm:
     group: int = 0
     has_minimums: bool = False
     has_bias: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether an output has several scales."""
+        return 0 < self.group < self.inputs
 
     @property
     def is_prepared(self) -> bool:
@@ -224,18 +230,22 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
 def _compute_blocks(
     code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, given: dict[str, ir.Value], block: ir.Value
 ) -> None:
+    """The product of all rows with the blocks of a tile."""
+    _compute_tiles(code, form, tiles, own=_of_block(code, form, given, block))
+
+
+def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
-    own = _of_block(code, form, given, block)
 
     def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        first = code.mul(index, given["tile"])
+        first = code.mul(index, own["tile"])
         part = own | {
             "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
-            "sums": code.at(own["sums"], code.mul(first, given["groups"])),
-            "out": code.at(own["out"], code.mul(first, given["out_stride"])),
+            "sums": code.at(own["sums"], code.mul(first, own["groups"])),
+            "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
-        left = code.sub(given["rows"], first)
-        count = code.select(code.icmp_unsigned("<", left, given["tile"]), left, given["tile"])
+        left = code.sub(own["rows"], first)
+        count = code.select(code.icmp_unsigned("<", left, own["tile"]), left, own["tile"])
         after = code.append_basic_block()
         switch = code.switch(count, after)
         for rows, tile in tiles.items():
@@ -247,7 +257,60 @@ def _compute_blocks(
         code.position_at_end(after)
         return []
 
-    code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
+    code.repeat(code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"]), [], compute_tile)
+
+
+@cache
+def _wide_function(form: PackedForm) -> int:
+    """The address of wide(arguments, item): like `block`, for so many rows that it pays to unpack values to memory
+    first. Rounding differs from that of `block`. sums: memory for a block of float32 values of each item.
+    """
+    module, most_rows = ir.Module("wide"), _most_rows()
+    plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
+    tiles = {rows: _Tile(module, plain, rows, 1).write() for rows in range(1, most_rows + 1)}
+    code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
+    memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
+    first = code.mul(item, given["span"])
+    left = code.sub(given["blocks"], first)
+    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+
+    def compute(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        own = _of_block(code, form, given, code.add(first, index))
+        _unpack_block(code, form, own, memory)
+        _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1)})
+        return []
+
+    code.repeat(count, [], compute)
+    code.ret_void()
+    return compiled(module)("wide")
+
+
+def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory: ir.Value) -> None:
+    """Write the weights of a block as float32 (K, LANES)."""
+    factors = _scales_of_word() if form.kind == "uint4" else [1.0]
+    size, kind = len(factors), ir.VectorType(FLOAT, LANES)
+
+    def unpack_group(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        place, start = code.mul(group, INT(LANES)), code.mul(group, INT(form.group))
+        scale = _vector(code, code.at(own["scales"], place), FLOAT)
+        scales = [code.fmul(scale, ir.Constant(kind, [factor] * LANES)) for factor in factors]
+        minimum = _vector(code, code.at(own["minimums"], place), FLOAT) if form.has_minimums else None
+
+        def unpack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            position = code.mul(code.add(start, index), INT(LANES))
+            offset = code.udiv(code.mul(position, INT(int(2 * _PACKED_BYTES[form.kind]))), INT(2))
+            packed = _packed(code, form, code.at(own["values"], offset, BYTE))
+            for each in range(size):
+                value = code.fmul(_unpacked(code, form, packed, each), scales[each])
+                value = value if minimum is None else code.fadd(value, minimum)
+                code.store(value, code.at(memory, code.add(position, INT(each * LANES))), align=4)
+            return []
+
+        code.repeat(INT(form.group), [], unpack, step=size)
+        return []
+
+    code.repeat(own["groups"], [], unpack_group)
 
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
@@ -388,7 +451,7 @@ class CompiledKernel:
             with WORKERS.lock:
                 jobs, arguments, _ = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
-                if self.form.kind != "uint4":
+                if self.form.kind != "uint4" or self._is_wide(count):
                     arguments[_X] = rows.data_ptr()
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
@@ -404,6 +467,8 @@ class CompiledKernel:
 
     def scratch_size(self, rows: int) -> int:
         """Values that products with so many rows write on the way."""
+        if self._is_wide(rows):
+            return min(ITEMS, self.width // LANES) * self.inputs * LANES
         return rows * (
             (self.inputs if self.form.kind == "uint4" else 0) + (self._groups if self._minimums is not None else 0)
         )
@@ -414,7 +479,8 @@ class CompiledKernel:
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        scaled = rows * self.inputs if self.form.kind == "uint4" else 0
+        is_wide = self._is_wide(rows)
+        scaled = rows * self.inputs if self.form.kind == "uint4" and not is_wide else 0
         arguments = words(
             _ARGUMENTS,
             x=scratch if scaled else x,
@@ -432,8 +498,12 @@ class CompiledKernel:
             tile=-(-rows // tiles),  # tiles of nearly equal size
             span=span,
         )
-        first = [(self._prepare, arguments, rows)] if self._prepare else []
-        return [*first, (self._block, arguments, -(-blocks // span))]
+        first = [(self._prepare, arguments, rows)] if self._prepare and not is_wide else []
+        function = _wide_function(self.form) if is_wide else self._block
+        return [*first, (function, arguments, -(-blocks // span))]
+
+    def _is_wide(self, rows: int) -> bool:
+        return rows > MAX_WIDTH and self.form.is_grouped
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""
