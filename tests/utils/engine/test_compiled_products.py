@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.weight_blocks import BlockWeight, round_int8
 
-ROWS = 70
+ROWS = MAX_WIDTH
 UNIT = 2.0**-24  # the largest relative error of a rounding
 
 
@@ -85,6 +86,19 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
         torch.set_num_threads(threads)
         for rows in range(1, ROWS + 1):
             assert torch.equal(kernel(x[-rows:]), alone[-rows:]), (threads, rows)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if "group" in name or "4 bits" in name])
+def test_many_rows_are_unpacked_once(name: str) -> None:
+    """With the same values, but other roundings than those of verify passes."""
+    torch.manual_seed(7)
+    make, outputs, inputs, *_ = FORMS[name]
+    weight, bias = make(outputs, inputs), torch.randn(outputs)
+    kernel = CompiledKernel([weight], bias)
+    for rows in (MAX_WIDTH + 1, 131):
+        x = torch.randn(rows, inputs)
+        exact, sizes = exact_product(weight, bias, x)
+        assert bool(((kernel(x) - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
 @pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16"])
