@@ -75,13 +75,14 @@ class Files:
 
     def nbytes(self, row: Row) -> tuple[int, int]:
         """Bytes of the weights of target and drafter in final form, each weight once. Blocks are as large as in their
-        file.
+        file, and the program keeps float32 weights in the bfloat16 of these files.
         """
         if row.files != SAFETENSORS:
             return self.target.stat().st_size, self.drafter.stat().st_size
         vocabulary = json.loads((self.target / "config.json").read_text())["vocab_size"]
         sizes = (SHAPES[row.size], SHAPES[drafter_of(row.size)])
-        target, drafter = (int(_final_bytes(shape.count(vocabulary), row.weights)) for shape in sizes)
+        weights = "bfloat16" if row.arm == PROGRAM and row.weights == "float32" else row.weights
+        target, drafter = (int(_final_bytes(shape.count(vocabulary), weights)) for shape in sizes)
         return target, drafter
 
 
