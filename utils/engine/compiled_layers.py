@@ -206,7 +206,7 @@ GATES: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
     "silu": lambda code, x: code.fmul(x, _sigmoid(code, x)),
     "gelu_pytorch_tanh": _tanh_gelu,
     "gelu": _gelu,
-    "relu": lambda code, x: code.maximum(x, FLOAT(0.0)),
+    "relu": lambda code, x: code.select(code.fcmp_ordered("<", x, FLOAT(0.0)), FLOAT(0.0), x),  # NaN stays NaN
 }
 
 

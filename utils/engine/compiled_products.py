@@ -10,7 +10,7 @@ Weights are unpacked in registers: bfloat16, and small integers with a scale for
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from llvmlite import ir
@@ -50,10 +50,8 @@ _TILE_ARGUMENTS = {
     "groups": INT,
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
+_X, _INPUTS, _SUMS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "sums", "out"))
 IN_WORD = 8  # values of 4 bits, of adjacent inputs
-
-
-_X, _INPUTS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,34 +377,37 @@ class CompiledKernel:
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._groups = inputs // group if group else 1
         self._block, self._prepare = _functions(self.form)
-        self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
+        self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.form.inputs).contiguous()
+        rows = x.reshape(-1, self.inputs).float().contiguous()
         count, out = len(rows), torch.empty(len(rows), self.width)
         if count:
+            scaled = self._scaled_size(count)
+            scratch = torch.empty(self.scratch_size(count)) if self._prepare else rows
             with WORKERS.lock:
-                jobs, arguments, _ = self._call(count)
+                jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
-                if self.form.kind != "uint4":
-                    arguments[_X] = rows.data_ptr()
+                arguments[_X] = (scratch if scaled else rows).data_ptr()
+                arguments[_SUMS] = scratch.data_ptr() + 4 * scaled
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
 
-    def _call(self, rows: int) -> tuple[Any, Any, Tensor]:
-        """The jobs of a call with so many rows, their arguments, and the scratch memory that they use."""
+    def _call(self, rows: int) -> tuple[tuple[Any, int], Any]:
+        """The jobs of a call with so many rows, and their arguments, which name no tensors yet."""
         if rows not in self._calls:
             self._calls = {} if len(self._calls) >= _CALLS else self._calls
-            scratch = torch.empty(self.scratch_size(rows))
-            jobs = self.jobs(scratch, scratch, rows, stride=self.width, scratch=scratch)
-            self._calls[rows] = job_list(jobs), jobs[0][1], scratch
-        return cast(tuple[Any, Any, Tensor], self._calls[rows])
+            nothing = torch.empty(0)
+            jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=nothing)
+            self._calls[rows] = job_list(jobs), jobs[0][1]
+        return self._calls[rows]
 
     def scratch_size(self, rows: int) -> int:
-        """Values that products with so many rows write on the way."""
-        return rows * (
-            (self.inputs if self.form.kind == "uint4" else 0) + (self._groups if self._minimums is not None else 0)
-        )
+        """Values that products with so many rows write on the way: prepared inputs, and sums of inputs."""
+        return self._scaled_size(rows) + (rows * self._groups if self.form.has_minimums else 0)
+
+    def _scaled_size(self, rows: int) -> int:
+        return rows * self.inputs if self.form.kind == "uint4" else 0
 
     def jobs(self, x: Tensor, out: Tensor, rows: int, *, stride: int, scratch: Tensor) -> list[tuple[int, Any, int]]:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
@@ -414,7 +415,7 @@ class CompiledKernel:
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        scaled = rows * self.inputs if self.form.kind == "uint4" else 0
+        scaled = self._scaled_size(rows)
         arguments = words(
             _ARGUMENTS,
             x=scratch if scaled else x,
