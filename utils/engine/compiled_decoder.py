@@ -82,19 +82,17 @@ class Program:
             self._add_layer(index, layer, own)
         self._norm(spec.final_norm, self.states[-1], self.normed)
         self._list, _ = job_list(self._jobs)
-        self._width = 24  # bytes of a job
 
     def bind(self, layer: int, keys: Tensor, values: Tensor, past: int) -> None:
         """Let a layer use a cache (batch, groups, capacity, D) with room for the new rows after `past` positions."""
         start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
         for store, attend in self._caches[layer]:
-            store[3], store[4], store[5], store[8] = start, other, stride, past
-            attend[2], attend[3], attend[4], attend[8] = start, other, stride, past
+            store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
             start, other = start + step, other + step
 
     def run(self) -> None:
         """Compute all layers."""
-        WORKERS.run(self._list, len(self._jobs))
+        self._run(0, len(self._jobs))
 
     def run_with(self, attend: Callable[[int], None], *, every: bool) -> None:
         """Compute all layers with another attention, which writes `attended`. every: also what follows the last one."""
@@ -108,8 +106,7 @@ class Program:
         self._run(position, len(self._jobs))
 
     def _run(self, first: int, last: int) -> None:
-        part = (type(self._list)._type_ * (3 * (last - first))).from_buffer(self._list, self._width * first)
-        WORKERS.run(part, last - first)
+        WORKERS.run(self._list, last - first, first=first)
 
     def _add(self, name: str, kinds: Any, rows: int, **values: Any) -> None:
         self._jobs.append((row_function(name), words(kinds, **values), rows))

@@ -200,15 +200,14 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
     end = code.add(first, count)
 
     def compute(functions: dict[int, ir.Function], size: int) -> None:
-        def some(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def some(index: ir.Value) -> None:
             block = code.add(first, index)
             # The last one of an odd number is computed twice by pairs, with the same result.
             last = code.sub(end, INT(size))
             block = code.select(code.icmp_unsigned(">", block, last), last, block)
             _compute_blocks(code, form, functions, given=given, block=block)
-            return []
 
-        code.repeat(count, [], some, step=size)
+        code.for_each(count, some, step=size)
 
     few = code.and_(code.icmp_unsigned("<=", given["rows"], INT(2)), code.icmp_unsigned(">=", count, INT(2)))
     with code.if_else(few) as (then, otherwise):
@@ -225,7 +224,7 @@ def _compute_blocks(
     """The product of all rows with the blocks of a tile, in tiles of rows."""
     own = _of_block(code, form, given, block)
 
-    def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def compute_tile(index: ir.Value) -> None:
         first = code.mul(index, given["tile"])
         part = own | {
             "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
@@ -243,9 +242,8 @@ def _compute_blocks(
             code.call(tile, [part[name] for name in _TILE_ARGUMENTS])
             code.branch(after)
         code.position_at_end(after)
-        return []
 
-    code.repeat(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), [], compute_tile)
+    code.for_each(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), compute_tile)
 
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
@@ -256,21 +254,19 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
-    def add(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def add(group: ir.Value) -> None:
         start = code.at(source, code.mul(group, INT(form.group)))
         x = code.load(start, typ=ir.VectorType(FLOAT, form.group), align=4)
         code.store(code.total(x), code.at(sums, group), align=4)
-        return []
 
-    def scale(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def scale(index: ir.Value) -> None:
         x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
         code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
-        return []
 
     if form.has_minimums:
-        code.repeat(given["groups"], [], add)
+        code.for_each(given["groups"], add)
     if form.kind == "uint4":
-        code.repeat(INT(form.inputs), [], scale, step=IN_WORD)
+        code.for_each(INT(form.inputs), scale, step=IN_WORD)
     code.ret_void()
 
 
@@ -309,7 +305,7 @@ def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
     def load(place: ir.Value) -> ir.Value:
         return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
 
-    def pack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def pack(index: ir.Value) -> None:
         for lane in range(LANES):
             place = inner.add(inner.mul(stride, INT(lane)), index)
             value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
@@ -319,9 +315,8 @@ def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
                     more = inner.zext(load(inner.add(place, INT(other))), packed)
                     value = inner.or_(value, inner.shl(more, packed(4 * other)))
             inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
-        return []
 
-    inner.repeat(inputs, [], pack, step=at_once)
+    inner.for_each(inputs, pack, step=at_once)
     inner.ret_void()
     code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
     own = read_words(code, pointer, _PACK)

@@ -21,6 +21,7 @@ _LINE = 8  # words of a cache line. Words that several threads change have a lin
 _TICKET, _COMPLETED, _SERVING, _OTHERS = 0, _LINE, 2 * _LINE, 2 * _LINE + 1
 _FUNCTION, _ARGUMENT, _JOBS = range(3 * _LINE, 3 * _LINE + 3)
 _WORDS = 4 * _LINE
+_JOB_BYTES = 24
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
 _owners: list[Any] = []  # of machine code, which lives as long as the process
 
@@ -51,6 +52,15 @@ class Code(ir.IRBuilder):
         self.cbranch(self.icmp_unsigned("<", following, count), start, after)
         self.position_at_end(after)
         return results
+
+    def for_each(self, count: ir.Value, body: Callable[[ir.Value], object], *, step: int = 1) -> None:
+        """Like `repeat`, without values."""
+
+        def call(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            body(index)
+            return []
+
+        self.repeat(count, [], call, step=step)
 
     def at(self, pointer: ir.Value, index: ir.Value, kind: ir.Type = FLOAT) -> ir.Value:
         """The address of an element."""
@@ -207,7 +217,7 @@ def _add_lead(module: ir.Module) -> None:
     code, (state, count) = new_function(module, "lead", [POINTER, INT])
     jobs = code.load(code.at(state, INT(_JOBS), INT), typ=POINTER)
 
-    def run_job(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def run_job(index: ir.Value) -> None:
         start = code.mul(index, INT(3))
         function, argument, items = (
             code.load(code.at(jobs, code.add(start, INT(word)), INT), typ=INT) for word in range(3)
@@ -230,9 +240,8 @@ def _add_lead(module: ir.Module) -> None:
         completed = code.load_atomic(code.at(state, INT(_COMPLETED), INT), "acquire", 8, typ=INT)
         code.cbranch(code.icmp_unsigned("<", completed, items), wait, done)
         code.position_at_end(done)
-        return []
 
-    code.repeat(count, [], run_job)
+    code.for_each(count, run_job)
     code.ret_void()
 
 
@@ -279,15 +288,15 @@ class Workers:
         self.lock = RLock()  # held while buffers that jobs share are in use
         self._lead: Any = None
 
-    def run(self, jobs: Any, count: int) -> None:
-        """Run a ctypes array of jobs, three words each: the address of function(argument, item), the address of the
-        argument, and the number of items. With PyTorch's number of threads.
+    def run(self, jobs: Any, count: int, *, first: int = 0) -> None:
+        """Run jobs of a ctypes array, three words each, from the first one on with PyTorch's number of threads: the
+        address of function(argument, item), the address of the argument, and the number of items.
         """
         others, state = torch.get_num_threads() - 1, self._state
         with self.lock:
             if self._lead is None or len(self._wakes) < others:
                 self._start(others)
-            state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs), others
+            state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs) + _JOB_BYTES * first, others
             if state[_SERVING] < others:
                 for wake in self._wakes[:others]:
                     wake.set()
