@@ -1,6 +1,6 @@
 """All layers of a decoder as one list of jobs in machine code, for one number of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,30 +28,52 @@ class LayerProducts:
     down: Product
 
 
-class Program:
-    """The layers for rows (batch * count). Buffers are overwritten by the next run.
+class Buffers:
+    """What the programs of a decoder write, one after the other, for up to so many rows. Memory of rows that no pass
+    has is reserved, but never used.
 
-    states: (layers + 1, rows, hidden), the input of each layer and the output of the last one. normed: of the last
-    one, (rows, hidden).
+    states: (layers + 1, rows, hidden), the input of each layer and the output of the last one; without `keeps` one
+    state that every layer changes. normed: of the last one, (rows, hidden).
     """
 
+    def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], rows: int, *, keeps: bool) -> None:
+        def widest(parts: Iterable[int]) -> Tensor:
+            return torch.empty(rows, max(parts, default=1))
+
+        self.rows, self.keeps = rows, keeps
+        self.states = torch.empty(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
+        self.normed, self.hidden = torch.empty(2, rows, spec.hidden_size)
+        self.qkv = widest(_width(layer.qkv) for layer in products)
+        self.attended = torch.empty(rows, spec.heads * spec.head_dim)
+        self.change = widest(_width(part) for layer in products for part in (layer.output, layer.down))
+        self.gates = widest(_width(layer.gate_up) for layer in products)
+        self.mixed = widest(layer.down.inputs for layer in products)
+        self.tables = torch.empty(len(spec.ropes), 2, rows, spec.rotary_dim)
+        every = [part for own in products for part in (own.qkv, own.output, own.gate_up, own.down)]
+        self.scratch = torch.empty(
+            max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0)
+        )
+
+
+class Program:
+    """The layers for rows (batch * count). Other programs overwrite the same buffers."""
+
     def __init__(
-        self, spec: DecoderSpec, products: Sequence[LayerProducts], batch: int, count: int, *, keeps: bool
+        self,
+        spec: DecoderSpec,
+        products: Sequence[LayerProducts],
+        buffers: Buffers,
+        *,
+        batch: int,
+        count: int,
+        keeps: bool,
     ) -> None:
         self._spec, self._batch, self._count, rows = spec, batch, count, batch * count
-        widest = max((_width(part) for layer in products for part in (layer.output, layer.down)), default=1)
-        self._heads = spec.heads + 2 * spec.kv_heads
-        self.states = torch.empty(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
-        self.normed, self._hidden = torch.empty(2, rows, spec.hidden_size)
-        self.qkv = torch.empty(rows, max((_width(layer.qkv) for layer in products), default=1))
-        self.attended = torch.empty(rows, spec.heads * spec.head_dim)
-        self._change = torch.empty(rows, widest)
-        self._gates = torch.empty(rows, max((_width(layer.gate_up) for layer in products), default=1))
-        self._mixed = torch.empty(rows, max((layer.down.inputs for layer in products), default=1))
-        self.tables = [torch.empty(2, rows, spec.rotary_dim) for _ in spec.ropes]
-        products_of_all = [part for own in products for part in (own.qkv, own.output, own.gate_up, own.down)]
-        sizes = [kernel.scratch_size(rows) for product in products_of_all for kernel in _parts(product)]
-        self._scratch = torch.empty(max(sizes, default=0))
+        self.states = buffers.states[: len(products) + 1 if keeps else 1, :rows]
+        self.normed, self.qkv, self.attended = buffers.normed[:rows], buffers.qkv[:rows], buffers.attended[:rows]
+        self._hidden, self._change = buffers.hidden[:rows], buffers.change[:rows]
+        self._gates, self._mixed, self._scratch = buffers.gates[:rows], buffers.mixed[:rows], buffers.scratch
+        self.tables = buffers.tables[:, :, :rows]
         self._jobs: list[tuple[int, Any, int]] = []
         self._kept: list[Any] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
@@ -60,19 +82,17 @@ class Program:
             self._add_layer(index, layer, own)
         self._norm(spec.final_norm, self.states[-1], self.normed)
         self._list, _ = job_list(self._jobs)
-        self._width = 24  # bytes of a job
 
     def bind(self, layer: int, keys: Tensor, values: Tensor, past: int) -> None:
         """Let a layer use a cache (batch, groups, capacity, D) with room for the new rows after `past` positions."""
         start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
         for store, attend in self._caches[layer]:
-            store[3], store[4], store[5], store[8] = start, other, stride, past
-            attend[2], attend[3], attend[4], attend[8] = start, other, stride, past
+            store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
             start, other = start + step, other + step
 
     def run(self) -> None:
         """Compute all layers."""
-        WORKERS.run(self._list, len(self._jobs))
+        self._run(0, len(self._jobs))
 
     def run_with(self, attend: Callable[[int], None], *, every: bool) -> None:
         """Compute all layers with another attention, which writes `attended`. every: also what follows the last one."""
@@ -86,8 +106,7 @@ class Program:
         self._run(position, len(self._jobs))
 
     def _run(self, first: int, last: int) -> None:
-        part = (type(self._list)._type_ * (3 * (last - first))).from_buffer(self._list, self._width * first)
-        WORKERS.run(part, last - first)
+        WORKERS.run(self._list, last - first, first=first)
 
     def _add(self, name: str, kinds: Any, rows: int, **values: Any) -> None:
         self._jobs.append((row_function(name), words(kinds, **values), rows))
@@ -99,7 +118,7 @@ class Program:
         self._product(own.qkv, self._norm(layer.input_norm, x, self._hidden), self.qkv)
         for norm, first, heads in ((layer.query_norm, 0, spec.heads), (layer.key_norm, spec.heads, spec.kv_heads)):
             self._head_norm(norm, first, heads)
-        if layer.rope is not None:
+        if layer.rope is not None and spec.rotary_dim:
             cos, sin = self.tables[layer.rope]
             self._add(
                 "rotate", layers.ROTATE, rows, x=self.qkv, x_stride=self.qkv.shape[1], heads=spec.heads + spec.kv_heads,

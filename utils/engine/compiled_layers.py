@@ -18,29 +18,23 @@ KEYS_AT_ONCE = 64
 NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "size": INT, "eps": FLOAT}
 HEAD_NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "heads": INT, "size": INT, "eps": FLOAT}
 ADD = {"x": POINTER, "change": POINTER, "change_stride": INT, "out": POINTER, "size": INT, "scale": FLOAT}
-STORE = {
+# keys and values: (groups, capacity, D), of which `past` positions are known.
+CACHE = {"keys": POINTER, "values": POINTER, "group_stride": INT, "past": INT}
+STORE = CACHE | {
     "x": POINTER,  # (rows, heads, D), the heads of keys and values last
     "x_stride": INT,
     "first": INT,  # the position in a row of the first key
-    "keys": POINTER,  # (groups, capacity, D)
-    "values": POINTER,
-    "group_stride": INT,
     "groups": INT,
     "size": INT,
-    "past": INT,
 }
 ROTATE = {"x": POINTER, "x_stride": INT, "heads": INT, "size": INT, "half": INT, "cos": POINTER, "sin": POINTER}
 GATE = {"x": POINTER, "x_stride": INT, "out": POINTER, "size": INT}
-ATTENTION = {
+ATTENTION = CACHE | {
     "query": POINTER,  # (rows, heads, D)
     "query_stride": INT,  # of a row
-    "keys": POINTER,  # (groups, capacity, D)
-    "values": POINTER,
-    "group_stride": INT,
     "out": POINTER,  # (rows, heads * D)
     "heads": INT,
     "repeats": INT,  # heads that share keys
-    "past": INT,
     "window": INT,  # 0 for all positions
     "queries": INT,  # rows * repeats of a group
     "parts": INT,  # items of a group
@@ -54,14 +48,6 @@ def _load(code: Code, pointer: ir.Value, index: ir.Value) -> ir.Value:
 
 def _store(code: Code, value: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
     code.store(value, code.at(pointer, index), align=4)
-
-
-def _for_each(code: Code, count: ir.Value, body: Callable[[ir.Value], None]) -> None:
-    def call(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        body(index)
-        return []
-
-    code.repeat(count, [], call)
 
 
 def _inlined(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[Code, list[ir.Value]]:
@@ -92,7 +78,7 @@ def _add_norm(module: ir.Module) -> None:
         part = code.at(start, code.mul(head, own["size"]))
         _write_norm(code, part, own["weight"], out=part, size=own["size"], eps=own["eps"])
 
-    _for_each(code, own["heads"], one)
+    code.for_each(own["heads"], one)
     code.ret_void()
 
 
@@ -108,7 +94,7 @@ def _write_norm(code: Code, x: ir.Value, weight: ir.Value, *, out: ir.Value, siz
     def scale(index: ir.Value) -> None:
         _store(code, code.fmul(code.fmul(_load(code, x, index), factor), _load(code, weight, index)), out, index)
 
-    _for_each(code, size, scale)
+    code.for_each(size, scale)
 
 
 def _add_add(module: ir.Module) -> None:
@@ -121,7 +107,7 @@ def _add_add(module: ir.Module) -> None:
             total = inner.multiply_add(scale, _load(inner, change, index), _load(inner, x, index))  # noqa: B023
             _store(inner, total, target, index)  # noqa: B023
 
-        _for_each(inner, size, add)
+        inner.for_each(size, add)
         inner.ret_void()
         code, (pointer, row) = new_function(module, name, [POINTER, INT])
         own = read_words(code, pointer, ADD)
@@ -135,7 +121,7 @@ def _add_add(module: ir.Module) -> None:
 def _add_store(module: ir.Module) -> None:
     """store(arguments, row): copy the keys and values of a row into the cache."""
     inner, (source, target, size) = _inlined(module, "copy", [POINTER, POINTER, INT])
-    _for_each(inner, size, lambda index: _store(inner, _load(inner, source, index), target, index))
+    inner.for_each(size, lambda index: _store(inner, _load(inner, source, index), target, index))
     inner.ret_void()
     code, (pointer, row) = new_function(module, "store", [POINTER, INT])
     own = read_words(code, pointer, STORE)
@@ -148,7 +134,7 @@ def _add_store(module: ir.Module) -> None:
         for source, name in ((keys, "keys"), (values, "values")):
             code.call(inner.function, [code.at(source, part), code.at(own[name], place), own["size"]])
 
-    _for_each(code, own["groups"], one)
+    code.for_each(own["groups"], one)
     code.ret_void()
 
 
@@ -163,7 +149,7 @@ def _add_rotate(module: ir.Module) -> None:
         _store(inner, rotated, low, index)
         _store(inner, crossed, high, index)
 
-    _for_each(inner, half, rotate)
+    inner.for_each(half, rotate)
     inner.ret_void()
     code, (pointer, row) = new_function(module, "rotate", [POINTER, INT])
     own = read_words(code, pointer, ROTATE)
@@ -174,7 +160,7 @@ def _add_rotate(module: ir.Module) -> None:
         low = code.at(start, code.mul(head, own["size"]))
         code.call(inner.function, [low, code.at(low, own["half"]), *tables, own["half"]])
 
-    _for_each(code, own["heads"], one)
+    code.for_each(own["heads"], one)
     code.ret_void()
 
 
@@ -206,7 +192,7 @@ GATES: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
     "silu": lambda code, x: code.fmul(x, _sigmoid(code, x)),
     "gelu_pytorch_tanh": _tanh_gelu,
     "gelu": _gelu,
-    "relu": lambda code, x: code.maximum(x, FLOAT(0.0)),
+    "relu": lambda code, x: code.select(code.fcmp_ordered("<", x, FLOAT(0.0)), FLOAT(0.0), x),  # NaN stays NaN
 }
 
 
@@ -218,7 +204,7 @@ def _add_gate(module: ir.Module, name: str) -> None:
         active = GATES[name](inner, _load(inner, gate, index))
         _store(inner, inner.fmul(active, _load(inner, up, index)), out, index)
 
-    _for_each(inner, size, multiply)
+    inner.for_each(size, multiply)
     inner.ret_void()
     code, (pointer, row) = new_function(module, f"gate_{name}", [POINTER, INT])
     own = read_words(code, pointer, GATE)
@@ -291,7 +277,7 @@ def attention_function(size: int) -> int:
             out=code.at(own["out"], place),
         )
 
-    _for_each(code, code.sub(last, first), one)
+    code.for_each(code.sub(last, first), one)
     code.ret_void()
     return compiled(module)("attend")
 

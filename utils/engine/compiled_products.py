@@ -10,7 +10,7 @@ Weights are unpacked in registers: bfloat16, and small integers with a scale for
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from llvmlite import ir
@@ -51,10 +51,8 @@ _TILE_ARGUMENTS = {
     "groups": INT,
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
+_X, _INPUTS, _SUMS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "sums", "out"))
 IN_WORD = 8  # values of 4 bits, of adjacent inputs
-
-
-_X, _INPUTS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +206,14 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
     end = code.add(first, count)
 
     def compute(functions: dict[int, ir.Function], size: int) -> None:
-        def some(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def some(index: ir.Value) -> None:
             block = code.add(first, index)
             # The last one of an odd number is computed twice by pairs, with the same result.
             last = code.sub(end, INT(size))
             block = code.select(code.icmp_unsigned(">", block, last), last, block)
             _compute_blocks(code, form, functions, given=given, block=block)
-            return []
 
-        code.repeat(count, [], some, step=size)
+        code.for_each(count, some, step=size)
 
     few = code.and_(code.icmp_unsigned("<=", given["rows"], INT(2)), code.icmp_unsigned(">=", count, INT(2)))
     with code.if_else(few) as (then, otherwise):
@@ -237,7 +234,7 @@ def _compute_blocks(
 def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
 
-    def compute_tile(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def compute_tile(index: ir.Value) -> None:
         first = code.mul(index, own["tile"])
         part = own | {
             "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
@@ -255,9 +252,8 @@ def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], 
             code.call(tile, [part[name] for name in _TILE_ARGUMENTS])
             code.branch(after)
         code.position_at_end(after)
-        return []
 
-    code.repeat(code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"]), [], compute_tile)
+    code.for_each(code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"]), compute_tile)
 
 
 @cache
@@ -275,13 +271,12 @@ def _wide_function(form: PackedForm) -> int:
     left = code.sub(given["blocks"], first)
     count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
 
-    def compute(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def compute(index: ir.Value) -> None:
         own = _of_block(code, form, given, code.add(first, index))
         _unpack_block(code, form, own, memory)
         _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1)})
-        return []
 
-    code.repeat(count, [], compute)
+    code.for_each(count, compute)
     code.ret_void()
     return compiled(module)("wide")
 
@@ -291,13 +286,13 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
     factors = _scales_of_word() if form.kind == "uint4" else [1.0]
     size, kind = len(factors), ir.VectorType(FLOAT, LANES)
 
-    def unpack_group(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def unpack_group(group: ir.Value) -> None:
         place, start = code.mul(group, INT(LANES)), code.mul(group, INT(form.group))
         scale = _vector(code, code.at(own["scales"], place), FLOAT)
         scales = [code.fmul(scale, ir.Constant(kind, [factor] * LANES)) for factor in factors]
         minimum = _vector(code, code.at(own["minimums"], place), FLOAT) if form.has_minimums else None
 
-        def unpack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def unpack(index: ir.Value) -> None:
             position = code.mul(code.add(start, index), INT(LANES))
             offset = code.udiv(code.mul(position, INT(int(2 * _PACKED_BYTES[form.kind]))), INT(2))
             packed = _packed(code, form, code.at(own["values"], offset, BYTE))
@@ -305,12 +300,10 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
                 value = code.fmul(_unpacked(code, form, packed, each), scales[each])
                 value = value if minimum is None else code.fadd(value, minimum)
                 code.store(value, code.at(memory, code.add(position, INT(each * LANES))), align=4)
-            return []
 
-        code.repeat(INT(form.group), [], unpack, step=size)
-        return []
+        code.for_each(INT(form.group), unpack, step=size)
 
-    code.repeat(own["groups"], [], unpack_group)
+    code.for_each(own["groups"], unpack_group)
 
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
@@ -321,21 +314,19 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
-    def add(group: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def add(group: ir.Value) -> None:
         start = code.at(source, code.mul(group, INT(form.group)))
         x = code.load(start, typ=ir.VectorType(FLOAT, form.group), align=4)
         code.store(code.total(x), code.at(sums, group), align=4)
-        return []
 
-    def scale(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def scale(index: ir.Value) -> None:
         x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
         code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
-        return []
 
     if form.has_minimums:
-        code.repeat(given["groups"], [], add)
+        code.for_each(given["groups"], add)
     if form.kind == "uint4":
-        code.repeat(INT(form.inputs), [], scale, step=IN_WORD)
+        code.for_each(INT(form.inputs), scale, step=IN_WORD)
     code.ret_void()
 
 
@@ -374,7 +365,7 @@ def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
     def load(place: ir.Value) -> ir.Value:
         return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
 
-    def pack(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def pack(index: ir.Value) -> None:
         for lane in range(LANES):
             place = inner.add(inner.mul(stride, INT(lane)), index)
             value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
@@ -384,9 +375,8 @@ def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
                     more = inner.zext(load(inner.add(place, INT(other))), packed)
                     value = inner.or_(value, inner.shl(more, packed(4 * other)))
             inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
-        return []
 
-    inner.repeat(inputs, [], pack, step=at_once)
+    inner.for_each(inputs, pack, step=at_once)
     inner.ret_void()
     code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
     own = read_words(code, pointer, _PACK)
@@ -442,36 +432,41 @@ class CompiledKernel:
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._groups = inputs // group if group else 1
         self._block, self._prepare = _functions(self.form)
-        self._calls: dict[int, Any] = {}  # by number of rows: jobs, arguments, and a buffer
+        self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.form.inputs).contiguous()
+        rows = x.reshape(-1, self.inputs).float().contiguous()
         count, out = len(rows), torch.empty(len(rows), self.width)
         if count:
+            scaled = self._scaled_size(count)
+            scratch = torch.empty(self.scratch_size(count))
             with WORKERS.lock:
-                jobs, arguments, _ = self._call(count)
+                jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
-                if self.form.kind != "uint4" or self._is_wide(count):
-                    arguments[_X] = rows.data_ptr()
+                arguments[_X] = (scratch if scaled else rows).data_ptr()
+                arguments[_SUMS] = scratch.data_ptr() + 4 * scaled
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
 
-    def _call(self, rows: int) -> tuple[Any, Any, Tensor]:
-        """The jobs of a call with so many rows, their arguments, and the scratch memory that they use."""
+    def _call(self, rows: int) -> tuple[tuple[Any, int], Any]:
+        """The jobs of a call with so many rows, and their arguments, which name no tensors yet."""
         if rows not in self._calls:
             self._calls = {} if len(self._calls) >= _CALLS else self._calls
-            scratch = torch.empty(self.scratch_size(rows))
-            jobs = self.jobs(scratch, scratch, rows, stride=self.width, scratch=scratch)
-            self._calls[rows] = job_list(jobs), jobs[0][1], scratch
-        return cast(tuple[Any, Any, Tensor], self._calls[rows])
+            nothing = torch.empty(0)
+            jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=nothing)
+            self._calls[rows] = job_list(jobs), jobs[0][1]
+        return self._calls[rows]
 
     def scratch_size(self, rows: int) -> int:
-        """Values that products with so many rows write on the way."""
-        if self._is_wide(rows):
-            return min(ITEMS, self.width // LANES) * self.inputs * LANES
-        return rows * (
-            (self.inputs if self.form.kind == "uint4" else 0) + (self._groups if self._minimums is not None else 0)
-        )
+        """Values that products with up to so many rows write on the way: prepared inputs, and sums of inputs; or
+        unpacked weights.
+        """
+        wide = min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0
+        narrow = min(rows, MAX_WIDTH) if wide else rows
+        return max(wide, self._scaled_size(narrow) + (narrow * self._groups if self.form.has_minimums else 0))
+
+    def _scaled_size(self, rows: int) -> int:
+        return rows * self.inputs if self.form.kind == "uint4" and not self._is_wide(rows) else 0
 
     def jobs(self, x: Tensor, out: Tensor, rows: int, *, stride: int, scratch: Tensor) -> list[tuple[int, Any, int]]:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
@@ -479,8 +474,7 @@ class CompiledKernel:
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        is_wide = self._is_wide(rows)
-        scaled = rows * self.inputs if self.form.kind == "uint4" and not is_wide else 0
+        is_wide, scaled = self._is_wide(rows), self._scaled_size(rows)
         arguments = words(
             _ARGUMENTS,
             x=scratch if scaled else x,

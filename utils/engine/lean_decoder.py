@@ -15,15 +15,15 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import MAX_WIDTH, in_prefill
+from utils.decode.engine_forward import in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.engine.compiled_decoder import LayerProducts, Product, Program
+from utils.engine.compiled_decoder import Buffers, LayerProducts, Product, Program
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 PREFILL_ROWS = 512  # of a chunk
-PROGRAMS = 24  # numbers of rows whose buffers are kept
+PROGRAMS = 24  # numbers of rows whose programs are kept
 ROWS_AT_ONCE = 256  # of attention in a prefill: few, because a call reads all keys up to its last row for each row
 
 
@@ -68,6 +68,7 @@ class LeanDecoder:
         self._config, self._original = config, original
         self.unnormed: Tensor | None = None  # the input of the final norm, of the last pass that returned all states
         self.rotary = RotaryTables(spec)
+        self._buffers: Buffers | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
     def __call__(
@@ -90,7 +91,7 @@ class LeanDecoder:
         others |= {"attention_mask": attention_mask, "position_ids": position_ids}
         unsupported = any(value is not None for value in others.values()) or torch.is_grad_enabled()
         unsupported |= return_dict is False or not isinstance(logits_to_keep, int)  # a tuple, chosen positions
-        if input_ids is None or unsupported or not _is_growing(past_key_values):
+        if input_ids is None or unsupported or not self._takes(past_key_values):
             return self._transformers_forward(
                 input_ids=input_ids,
                 past_key_values=past_key_values,
@@ -129,6 +130,13 @@ class LeanDecoder:
         original = self._original and cut.forward
         return LeanDecoder(spec, self._products[:depth], self._head, config=cut.config, original=original)
 
+    def _takes(self, cache: Any) -> bool:
+        """Whether a cache is of `new_cache`, or None. transformers' generate brings one of its own."""
+        if cache is None:
+            return True
+        layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
+        return len(cache.layers) == len(layers) >= len(self._spec.layers) > 0
+
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
@@ -144,7 +152,7 @@ class LeanDecoder:
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
         """
-        with WORKERS.lock:  # programs have one set of buffers
+        with WORKERS.lock:  # programs share buffers
             return self._computed(ids, cache, every=every)
 
     def _computed(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
@@ -167,16 +175,17 @@ class LeanDecoder:
         return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
 
     def _program(self, batch: int, count: int, *, keeps: bool) -> Program:
-        """A program for these rows. Those of verify widths are kept, and the last one of a prefill."""
-        key, rows = (batch, count, keeps), batch * count
+        """A program for these rows."""
+        key, rows, buffers = (batch, count, keeps), batch * count, self._buffers
         if key not in self._programs:
-            if len(self._programs) >= PROGRAMS:
+            fits = buffers is not None and rows <= buffers.rows and keeps <= buffers.keeps
+            if not fits or len(self._programs) >= PROGRAMS:
                 self._programs = {}
-            if rows > MAX_WIDTH:
-                self._programs = {
-                    other: own for other, own in self._programs.items() if other[0] * other[1] <= MAX_WIDTH
-                }
-            self._programs[key] = Program(self._spec, self._products, batch, count, keeps=keeps)
+            if buffers is None or not fits:
+                rows, keeps_all = max(rows, PREFILL_ROWS), keeps or (buffers is not None and buffers.keeps)
+                self._buffers = None  # freed before the next ones are made
+                buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
+            self._programs[key] = Program(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
         return self._programs[key]
 
     def _attend(self, program: Program, cache: Any, past: int, index: int) -> None:
@@ -241,8 +250,3 @@ def _mask(rows: range, keys: range, window: int | None) -> Tensor:
     if window is not None:
         forbidden |= other <= own - window
     return torch.zeros(len(rows), len(keys)).masked_fill_(forbidden, float("-inf"))
-
-
-def _is_growing(cache: Any) -> bool:
-    """Whether a cache is of `new_cache`, or None. transformers' generate brings one of its own."""
-    return cache is None or (bool(cache.layers) and all(isinstance(layer, GrowingLayer) for layer in cache.layers))

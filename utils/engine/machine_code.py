@@ -16,11 +16,12 @@ from llvmlite import ir
 from torch import Tensor
 
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
-NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
-_TICKET, _COMPLETED, _SERVING = 0, _LINE, 2 * _LINE
-_FUNCTION, _ARGUMENT, _JOBS, _COUNT = range(3 * _LINE, 3 * _LINE + 4)
+_TICKET, _COMPLETED, _SERVING, _OTHERS = 0, _LINE, 2 * _LINE, 2 * _LINE + 1
+_FUNCTION, _ARGUMENT, _JOBS = range(3 * _LINE, 3 * _LINE + 3)
 _WORDS = 4 * _LINE
+_JOB_BYTES = 24
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
 _owners: list[Any] = []  # of machine code, which lives as long as the process
 
@@ -51,6 +52,15 @@ class Code(ir.IRBuilder):
         self.cbranch(self.icmp_unsigned("<", following, count), start, after)
         self.position_at_end(after)
         return results
+
+    def for_each(self, count: ir.Value, body: Callable[[ir.Value], object], *, step: int = 1) -> None:
+        """Like `repeat`, without values."""
+
+        def call(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            body(index)
+            return []
+
+        self.repeat(count, [], call, step=step)
 
     def at(self, pointer: ir.Value, index: ir.Value, kind: ir.Type = FLOAT) -> ir.Value:
         """The address of an element."""
@@ -201,12 +211,13 @@ def _claim(code: Code, state: ir.Value, *, idle: ir.Block, again: ir.Block) -> N
 
 
 def _add_lead(module: ir.Module) -> None:
-    """lead(state): take part in each job of a list, and go on to the next one when all of its items are completed."""
-    code, (state,) = new_function(module, "lead", [POINTER])
+    """lead(state, count): take part in each of so many jobs, and go on to the next one when all of its items are
+    completed.
+    """
+    code, (state, count) = new_function(module, "lead", [POINTER, INT])
     jobs = code.load(code.at(state, INT(_JOBS), INT), typ=POINTER)
-    count = code.load(code.at(state, INT(_COUNT), INT), typ=INT)
 
-    def run_job(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def run_job(index: ir.Value) -> None:
         start = code.mul(index, INT(3))
         function, argument, items = (
             code.load(code.at(jobs, code.add(start, INT(word)), INT), typ=INT) for word in range(3)
@@ -229,15 +240,14 @@ def _add_lead(module: ir.Module) -> None:
         completed = code.load_atomic(code.at(state, INT(_COMPLETED), INT), "acquire", 8, typ=INT)
         code.cbranch(code.icmp_unsigned("<", completed, items), wait, done)
         code.position_at_end(done)
-        return []
 
-    code.repeat(count, [], run_job)
+    code.for_each(count, run_job)
     code.ret_void()
 
 
 def _add_serve(module: ir.Module) -> None:
-    """serve(state): take part in jobs until there has been none for a while."""
-    code, (state,) = new_function(module, "serve", [POINTER])
+    """serve(state, index): take part in jobs until there has been none for a while, or until fewer threads are used."""
+    code, (state, own) = new_function(module, "serve", [POINTER, INT])
     code.atomic_rmw("add", code.at(state, INT(_SERVING), INT), INT(1), "acq_rel")
     start, work, idle, done = (code.append_basic_block() for _ in range(4))
     code.branch(start)
@@ -252,7 +262,9 @@ def _add_serve(module: ir.Module) -> None:
         pause = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause")
         code.call(pause, [])
     spins.add_incoming(code.add(spins, INT(1)), idle)
-    code.cbranch(code.icmp_unsigned("<", spins, INT(_SPINS)), work, done)
+    others = code.load_atomic(code.at(state, INT(_OTHERS), INT), "monotonic", 8, typ=INT)
+    is_needed = code.and_(code.icmp_unsigned("<", spins, INT(_SPINS)), code.icmp_unsigned("<", own, others))
+    code.cbranch(is_needed, work, done)
     code.position_at_end(done)
     code.atomic_rmw("sub", code.at(state, INT(_SERVING), INT), INT(1), "acq_rel")
     code.ret_void()
@@ -266,27 +278,29 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(_WORDS + _LINE, dtype=torch.int64)
-        start = self._memory.data_ptr()
+        memory = (ctypes.c_int64 * (_WORDS + _LINE))()
+        # Never freed: a thread may still wait for a job when the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        start = ctypes.addressof(memory)
         self._address = start + -start % (8 * _LINE)
         self._state = (ctypes.c_int64 * _WORDS).from_address(self._address)
         self._wakes: list[Event] = []
         self.lock = RLock()  # held while buffers that jobs share are in use
         self._lead: Any = None
 
-    def run(self, jobs: Any, count: int) -> None:
-        """Run a ctypes array of jobs, three words each: the address of function(argument, item), the address of the
-        argument, and the number of items. With PyTorch's number of threads.
+    def run(self, jobs: Any, count: int, *, first: int = 0) -> None:
+        """Run jobs of a ctypes array, three words each, from the first one on with PyTorch's number of threads: the
+        address of function(argument, item), the address of the argument, and the number of items.
         """
         others, state = torch.get_num_threads() - 1, self._state
-        if self._lead is None or len(self._wakes) < others:
-            self._start(others)
         with self.lock:
-            state[_JOBS], state[_COUNT] = ctypes.addressof(jobs), count
+            if self._lead is None or len(self._wakes) < others:
+                self._start(others)
+            state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs) + _JOB_BYTES * first, others
             if state[_SERVING] < others:
                 for wake in self._wakes[:others]:
                     wake.set()
-            self._lead(self._address)
+            self._lead(self._address, count)
 
     def _start(self, others: int) -> None:
         if self._lead is None:
@@ -297,13 +311,14 @@ class Workers:
             self._lead, self._serve = NATIVE_CALL(address("lead")), NATIVE_CALL(address("serve"))
         while len(self._wakes) < others:
             self._wakes.append(Event())
-            Thread(target=self._work, args=(self._wakes[-1],), daemon=True).start()
+            index = len(self._wakes) - 1
+            Thread(target=self._work, args=(self._wakes[index], index), daemon=True).start()
 
-    def _work(self, wake: Event) -> None:
+    def _work(self, wake: Event, index: int) -> None:
         while True:
             wake.wait()
             wake.clear()
-            self._serve(self._address)
+            self._serve(self._address, index)
 
 
 WORKERS = Workers()

@@ -134,6 +134,14 @@ def test_gates(name: str, size: int) -> None:
     assert_rows(compute, ACTIVATIONS[name](gate.double()) * x[:, size : 2 * size].double())
 
 
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_inputs_that_are_not_finite(name: str) -> None:
+    gate = torch.tensor([float("nan"), float("inf"), 1.0])
+    out = torch.empty(1, 3)
+    run(f"gate_{name}", layers.GATE, 1, x=torch.cat([gate, torch.ones(3)]), x_stride=6, out=out, size=3)
+    assert torch.equal(out[0].isnan(), torch.tensor([True, False, False])) and out[0, 1] == float("inf")
+
+
 @pytest.mark.parametrize("size", [5, 16])
 def test_keys_and_values_are_stored_where_their_positions_are(size: int) -> None:
     torch.manual_seed(size)
@@ -203,6 +211,7 @@ def test_attention(heads: int, groups: int, size: int, past: int, window: int) -
     [
         ("llama of odd sizes", {"hidden_size": 42, "head_dim": 14, "num_key_value_heads": 1}),
         ("gemma3_text", {"sliding_window": 5, "head_dim": 10, "num_attention_heads": 8}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.0}}),
     ],
 )
 @torch.no_grad()

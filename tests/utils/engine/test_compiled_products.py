@@ -1,5 +1,6 @@
 """Products in machine code: every form of weights, whatever the numbers of rows and threads."""
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -95,6 +96,7 @@ def test_many_rows_are_unpacked_once(name: str) -> None:
     make, outputs, inputs, *_ = FORMS[name]
     weight, bias = make(outputs, inputs), torch.randn(outputs)
     kernel = CompiledKernel([weight], bias)
+    assert all(kernel.scratch_size(131) >= kernel.scratch_size(rows) for rows in range(1, 131))
     for rows in (MAX_WIDTH + 1, 131):
         x = torch.randn(rows, inputs)
         exact, sizes = exact_product(weight, bias, x)
@@ -131,6 +133,18 @@ def test_outputs_stay_as_they_are_when_the_kernel_is_used_again() -> None:
     assert torch.equal(torch.cat(outputs), kernel(x.flatten(0, 1)))
     for rows in range(1, 80):  # more numbers of rows than are kept
         assert torch.equal(kernel(x.flatten(0, 1)[:rows]), torch.cat(outputs)[:rows])
+
+
+def test_a_kernel_keeps_no_memory_of_its_calls() -> None:
+    """Prepared inputs of a long prompt would otherwise stay in memory for each layer."""
+    make, outputs, inputs, *_ = FORMS["4 bits, minimums"]
+    kernel = CompiledKernel([make(outputs, inputs)], None)
+    x = torch.randn(7, inputs)
+    before = kernel(x)
+    gc.collect()
+    held = [part for part in gc.get_objects() if isinstance(part, Tensor) and part.numel() == kernel.scratch_size(7)]
+    assert not held and torch.equal(kernel(x), before)
+    assert torch.equal(kernel(x.bfloat16()), kernel(x.bfloat16().float()))
 
 
 def test_an_input_that_is_not_finite_stays_in_its_row() -> None:

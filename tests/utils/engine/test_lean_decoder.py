@@ -8,12 +8,15 @@ import pytest
 import torch
 from decoder_families import tiny_model
 from torch import Tensor
+from transformers import DynamicCache
 
 from utils.decode.engine_forward import MAX_WIDTH, engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine, lean_decoder
 from utils.engine.compiled_products import CompiledKernel
+from utils.engine.engine import AS_LOADED
+from utils.engine.invariant import InvariantEngine
 from utils.engine.module_swap import EngineLinear
 
 IDS = [(7 * index + 3) % 150 for index in range(120)]
@@ -86,6 +89,35 @@ def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
     assert torch.allclose(found, expected, atol=1e-4)
     states, reference = own.take_features(), other.take_features()
     assert states is reference is None or torch.allclose(states, reference, atol=1e-4)  # of the first sequence
+
+
+def test_programs_of_all_widths_share_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_decoder, "PREFILL_ROWS", 24)
+    model, plain = tiny_model("qwen3"), ModelSession(tiny_model("qwen3"), features=(1,))
+    InvariantEngine([model], [], AS_LOADED).install()
+    forward, session = vars(model)["forward"], ModelSession(model, features=(1,))
+    for width in (1, 3, 20, 30, 2, 5):  # 30: larger buffers
+        first, end = session._cached, session._cached + width
+        found, expected = (own.feed(IDS[:end], keep=width) for own in (session, plain))
+        assert torch.allclose(found, expected, atol=1e-4), first
+        buffers = forward._buffers
+        assert {program.qkv.data_ptr() for program in forward._programs.values()} == {buffers.qkv.data_ptr()}
+    assert buffers.rows == 30 and buffers.keeps and len(forward._programs) == 3
+    states, reference = (own.take_features() for own in (session, plain))
+    assert states is not None and torch.allclose(states, reference, atol=1e-4)
+    assert torch.allclose(
+        ModelSession(model).feed(IDS[:9], keep=9), ModelSession(tiny_model("qwen3")).feed(IDS[:9], keep=9), atol=1e-4
+    )
+    assert forward._buffers is buffers
+
+
+@torch.no_grad()
+def test_a_cache_of_fewer_layers_is_not_written() -> None:
+    """It has no memory for the others."""
+    model, cut = lean_model(), first_layers(lean_model(), 1)
+    cache = engine_forward(cut).new_cache()
+    assert engine_forward(cut)._takes(cache) and not engine_forward(model)._takes(cache)
+    assert not engine_forward(model)._takes(DynamicCache())
 
 
 def test_a_short_prompt_is_fed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,16 @@ def test_fewer_threads_can_follow_more() -> None:
         assert torch.equal(*run_next([7, 50, 7], rounds=100))
 
 
+def test_threads_that_are_not_used_any_more_stop_waiting_for_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would compute items of a later list, and fewer threads would be measured as fast as more."""
+    monkeypatch.setattr(machine_code, "_SPINS", 2**40)
+    workers = Workers()
+    for threads in (3, 2, 3, 1):
+        torch.set_num_threads(threads)
+        assert torch.equal(*run_next([8, 9], workers=workers))
+        until(lambda: workers._state[machine_code._SERVING] == threads - 1)  # noqa: B023
+
+
 def test_two_python_threads_run_jobs_at_the_same_time() -> None:
     """Each waits for the other's list, whatever it asks of the workers."""
     torch.set_num_threads(2)

@@ -82,7 +82,8 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
     assert pair.memory < full - 2 * (linear - packed_head)
     forwards = [*filter(None, map(engine_forward, filter(None, (pair.target, pair.drafter))))]
     for forward in forwards:
-        forward._programs.clear()  # buffers of passes
+        forward._programs.clear()
+        forward._buffers = None
     for part in pair.target.modules():
         if isinstance(part, EngineLinear):
             part.fused.kernel._calls.clear()
