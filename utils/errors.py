@@ -24,4 +24,5 @@ def check_choice(name: str, choices: tuple[str, ...], what: str) -> str:
         return name
     nearest = get_close_matches(name, choices, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    raise UserError(f"{what} '{name}' is unknown; choose one of {', '.join(choices)}.{hint}")
+    known = f"choose one of {', '.join(choices)}" if choices else "there is none"
+    raise UserError(f"{what} '{name}' is unknown; {known}.{hint}")

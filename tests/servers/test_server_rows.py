@@ -208,6 +208,7 @@ def test_adding_listing_and_removing(
         f"/server add plain {two[0].url} modle=x": "model",
         f"/server add plain {two[0].url} timeout=0": "timeout",
         "/server remove plain": "no server",
+        "/server text plain": "there is none.",
         "/server addd": "add",
     }
     for line, part in wrong.items():

@@ -137,7 +137,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Values can come from a file, so control characters must not reach the terminal.
-        self.exit(2, f"{self.prog}: {visible(message).rstrip('.')}. --help lists the flags.\n")
+        sentence = message if message.endswith("?") else message.rstrip(".") + "."
+        self.exit(2, f"{self.prog}: {visible(sentence)} --help lists the flags.\n")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -338,7 +338,7 @@ class Engine:
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
         table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
-        table = {name: replace(row, nbytes=self.need(name)) for name, row in table.items()}
+        table = {name: replace(row, nbytes=self._engine.nbytes() + self.need(name)) for name, row in table.items()}
         tried = [name for name, row in table.items() if row.is_candidate]
         counts = [known] if known else self._thread_counts()
         if len(tried) < 2 and len(counts) < 2:

@@ -63,6 +63,16 @@ def test_an_engine_that_was_not_compared_shows_its_present_costs(view: Screen) -
     assert any("were not compared" in note for note in engine_notes(pair.engine))
 
 
+def test_an_engine_that_was_given_up_as_slow_counts_as_compared(view: Screen) -> None:
+    pair = tiny_pair()
+    open_session(view, pair)
+    pair.engine.state = replace(pair.engine.state, kind="invariant", verified=True)
+    slow = "a decode step of plain takes 2.1 times that of invariant"
+    table_of(pair, plain=replace(PLAIN, problem=slow, costs=()), invariant=ROW)
+    notes = [*engine_notes(pair.engine)]
+    assert f"plain: {slow}." in notes and not any("were not compared" in note for note in notes)
+
+
 def test_notes_give_the_expected_speeds_and_every_problem(view: Screen) -> None:
     pair = tiny_pair()
     open_session(view, pair)

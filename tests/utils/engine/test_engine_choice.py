@@ -98,7 +98,8 @@ def test_all_candidates_are_measured_and_the_fastest_is_installed(rows: Callable
     assert [*table] == ["plain", "slow", "quick", "unsuited", "other"]
     assert table["unsuited"].problem == "no CPU" and "int8" in table["other"].problem
     assert dict(table["quick"].costs) == pytest.approx({2: 1.1, 5: 1.4, 9: 1.8})
-    assert table["quick"].step_seconds == pytest.approx(0.01) and table["quick"].nbytes == 1000
+    assert table["quick"].step_seconds == pytest.approx(0.01)
+    assert table["quick"].nbytes == 1000 + table["plain"].nbytes > 1000  # totals, as of the engine in use
     assert table["quick"].estimated and table["quick"].prefill == pytest.approx(1e6)
     counts = {threads for name, threads, _ in speeds.calls if name == "quick"}
     assert counts == {count for count, _ in table["quick"].steps} and 1 in counts

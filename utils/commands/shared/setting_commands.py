@@ -135,15 +135,16 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     table = engine.table
     yield LEGEND
     measured = {name: row for name, row in table.items() if row.is_candidate and row.step_seconds}
+    used = engine.state.kind
     if len(measured) > 1:
         speeds = {name: expected_speed(row, engine.workload) for name, row in measured.items()}
         shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in sorted(speeds, key=lambda name: -speeds[name]))
         day = max(row.measured_on for row in measured.values())
         yield f"Measured on {day}. Expected tokens/s of the enabled strategies: {shown}."
-        fastest, used = max(speeds, key=lambda name: speeds[name]), engine.state.kind
+        fastest = max(speeds, key=lambda name: speeds[name])
         if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
-    elif len(engine.candidates()) > 1:
+    elif any(name != used and name not in table for name in engine.candidates()):
         yield NOT_COMPARED
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
