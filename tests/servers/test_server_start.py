@@ -95,7 +95,7 @@ def test_a_failure_shows_the_log_and_leaves_the_session_as_it_was(
         ("draft=two drafter=ngram", "draft=:"),
         ("draft=3", "needs a drafter"),
         ("drafts=3", "Did you mean draft"),
-        ("target=b.gguf", "two targets"),
+        ("wait=0 -- '", "quotation mark"),
         ("and more", "one word too many"),
         ("wait=0", "1 to 86400"),
         ("name=a name=b", "given twice"),

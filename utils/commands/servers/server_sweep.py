@@ -12,7 +12,6 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.race_results import RANGE, race_row, spread
 from utils.commands.experiments.race_runs import RaceItem, RaceResult, then_findings
-from utils.commands.servers.server_words import parse_words
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of, marked
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
@@ -36,12 +35,13 @@ from utils.errors import UserError
 from utils.models import Count
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
+from utils.servers.address import parse_numbers, parse_words, split_words
 from utils.servers.connection import ServerList
 from utils.servers.processes.programs import DRAFTS, Launch
 from utils.text import count_of
 
-PASSES, REPEATS = 2, 3
-MAX_REPEATS = WholeRange(1, 100)
+PASSES = 2
+NUMBERS = {"repeats": (3, WholeRange(1, 100))}
 MOST = 16  # maximum number of draft lengths
 TABLE = ResultTable(
     figure("draft", "draft"),
@@ -54,7 +54,6 @@ TABLE = ResultTable(
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
     ResultColumn("text", lambda row: {None: NOTHING, True: "same", False: "differs"}[row["same_as_draft_0"]]),
 )
-OPTIONS = ("draft", "repeats")
 EXAMPLE = "/server sweep llama.cpp-ngram4 draft=0,2,4,8"
 NO_PROMPT = "a prompt is needed: send one first."
 BASE = "draft 0"
@@ -88,19 +87,18 @@ class DraftLength:
 
 
 def sweep(argument: str, context: CommandContext) -> Outcome:
-    words = parse_words(argument, OPTIONS, most=1)
+    plain, options = parse_words(split_words(argument), ("draft", *NUMBERS), most=1)
     servers, prompts = context.harness.state.servers, context.harness.state.prompts
-    if not words.plain or "draft" not in words.options:
+    if not plain or "draft" not in options:
         raise UserError(f"name a server that this session has started, and draft lengths: {EXAMPLE}")
-    name = words.plain[0]
+    name = plain[0]
     launch = servers.local.launch_of(name)
     if not launch.drafter:
         raise UserError(f"{name} has no drafter, so draft lengths change nothing; /server start with drafter= first.")
-    drafts = _drafts(words.options["draft"])
-    repeats = MAX_REPEATS.parse(words.options["repeats"]) if "repeats" in words.options else REPEATS
+    drafts, repeats = _drafts(options["draft"]), parse_numbers(options, NUMBERS)["repeats"]
     if not prompts:
         raise UserError(NO_PROMPT)
-    lengths = [DraftLength(context.harness, name, launch.with_draft(draft)) for draft in drafts]
+    lengths = [DraftLength(context.harness, name, replace(launch, draft=draft)) for draft in drafts]
     item = RaceItem(1, Prompt(prompts[-1]), name, context.settings, lengths)
     each = f"{count_of(PASSES, 'start')} x {count_of(repeats, 'run')}"
     report = Report(

@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from utils.bounds import WholeRange
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 
 NGRAM = "ngram"  # drafts from n-grams of the text itself
 EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
@@ -32,7 +32,7 @@ LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One server to start. `checked` validates the values.
+    """One server to start.
 
     `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
     NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
@@ -69,30 +69,6 @@ class Launch:
             return ""
         return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
 
-    def checked(self) -> "Launch":
-        """The launch itself. Raises UserError for an invalid value."""
-        if not self.model:
-            raise UserError("a server needs a target, for example target=Qwen/Qwen3-4B.")
-        if self.draft is not None:
-            DRAFTS.check(self.draft, "draft")
-        if self.draft and not self.drafter:
-            raise UserError(f"draft={self.draft} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
-        if self.method and not self.drafter:
-            raise UserError(f"method={self.method} needs a drafter: drafter=MODEL.")
-        if self.context is not None:
-            CONTEXT.check(self.context, "context")
-        if self.parallel is not None:
-            PARALLEL.check(self.parallel, "parallel")
-        if refused := next((flag for flag in self.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
-            raise UserError(
-                f"{refused} cannot be given: a server is started on the loopback interface, on a free port."
-            )
-        return self
-
-    def with_draft(self, draft: int) -> "Launch":
-        """The same server with another draft length."""
-        return replace(self, draft=draft).checked()
-
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -118,8 +94,12 @@ def command_line(launch: Launch, port: int) -> list[str]:
 
     Raises UserError if the program is not installed or does not support the launch.
     """
-    program = PROGRAMS[check_choice(launch.kind, tuple(PROGRAMS), "server kind")]
-    launch.checked()
+    program = PROGRAMS[launch.kind]
+    for option in ("draft", "method"):
+        if (value := getattr(launch, option)) and not launch.drafter:
+            raise UserError(f"{option}={value} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
+    if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
+        raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
     if launch.speculates and not program.speculates:
         raise UserError(f"{program.name} has no flags for speculative decoding; start it without drafter=.")
     return [*program.find(launch.program), *program.arguments(launch, port), *launch.flags]
