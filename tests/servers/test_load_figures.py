@@ -14,7 +14,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds.completion import Counters, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerKind, ServerReader
-from utils.servers.load_slice import LoadSlice, percentile, run_slice, sum_of_drafts
+from utils.servers.load_slice import LoadSlice, run_slice, sum_of_drafts
 
 LENGTH = 5
 
@@ -163,12 +163,6 @@ def test_drafts_from_counters_are_those_of_all_answers(others: int, server: Loop
     server.pages["/counters"] = counters
     found = run_slice(target, requests(3), concurrency=3, limit=60).acceptance
     assert found is not None and found.valid == (others == 0) and found.drafted == 2 * found.accepted
-
-
-def test_percentiles_are_measured_values() -> None:
-    assert percentile([5.0, 1.0, 3.0], 0.95) == 5.0 and percentile([5.0, 1.0, 3.0], 0.5) == 3.0
-    values = [float(number) for number in range(1, 101)]
-    assert percentile(values, 0.99) == 99.0
 
 
 def test_events_without_counts_give_no_throughput(server: Loopback, target: Target) -> None:

@@ -118,7 +118,7 @@ def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view
 
 def row(draft: int, speedups: list[float], *, per_forward: float | None = 2.0, same: bool = True) -> Finding:
     claim = SpeedClaim.of([speedups], baseline=not draft, tokens_per_forward=per_forward if draft else None)
-    figures = {"draft": draft, "setting": f"draft {draft}", "speedups": speedups}
+    figures = {"draft": draft, "strategy": f"draft {draft}", "speedups": speedups}
     figures |= {"baseline": "draft 0", "same_as_draft_0": same, "other_tokens": [], "acceptance_unknown": []}
     return Finding((), figures | {"tokens_per_second": [10.0]} | claim.figures)
 

@@ -297,9 +297,11 @@ def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[Serve
     if not addresses:
         raise UserError("There is no server to remove.")
     check_choice(name, tuple(address.name for address in addresses), "server")
-    kept = [address for address in addresses if address.name != name]
-    named = ({option: None for option in NAMES if getattr(address, option) == name} for address in kept)
-    return tuple(replace(address, **gone) for address, gone in zip(kept, named, strict=True))
+    kept = []
+    for address in addresses:
+        unnamed: dict[str, Any] = {option: None for option in NAMES if getattr(address, option) == name}
+        kept += [replace(address, **unnamed)] if address.name != name else []
+    return tuple(kept)
 
 
 def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any
 
 from utils.commands.experiments.race_results import OTHER_REASON
@@ -24,7 +24,7 @@ from utils.comparison.speed_claims import (
 )
 from utils.servers.address import ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance
-from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, percentile, sum_of_drafts
+from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, sum_of_drafts
 
 SHARES = (0.5, 0.9, 0.99)  # percentiles of times
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
@@ -134,6 +134,8 @@ class LoadCell:
         ratios = [] if baseline is None else list(_ratios(self, baseline))
         drafts = self._draft_figures(slices)
         saved_nothing = drafts["drafted"] and not drafts["accepted"]
+        seconds = sum(one.seconds for one in slices)
+        within = sum(map(self.limits.are_met, requests)) if str(self.limits) else None
         return {
             "server": self.address.name,
             "baseline": self.address.baseline if baseline is not None else None,
@@ -149,7 +151,9 @@ class LoadCell:
             "first_token_seconds": _percentiles([one.first_seconds for one in done]),
             "token_seconds": _percentiles([one.token_seconds for one in requests]),
             "request_seconds": _percentiles([one.seconds for one in done]),
-            **self._goodput(requests, sum(one.seconds for one in slices)),
+            "limits": str(self.limits),
+            "within_limits": within,
+            "goodput": within / seconds if within is not None and seconds else None,
             **drafts,
             "other_tokens": [one.other_tokens for one in slices],
             "disturbed": any(one.other_tokens for one in slices) or any(others),
@@ -171,13 +175,6 @@ class LoadCell:
             "acceptance_unknown": reasons_unknown(one.acceptance for one in slices),
         }
 
-    def _goodput(self, requests: Sequence[LoadRequest], seconds: float) -> dict[str, Any]:
-        """The requests a second that keep the limits, if there are any. Failed ones keep none."""
-        if not str(self.limits):
-            return {"limits": "", "within_limits": None, "goodput": None}
-        within = sum(map(self.limits.are_met, requests))
-        return {"limits": str(self.limits), "within_limits": within, "goodput": within / seconds if seconds else None}
-
     def request_records(self) -> Iterator[dict[str, Any]]:
         """One record for each request, in the order of their ends."""
         for turn, measured in self.slices.items():
@@ -197,8 +194,9 @@ class LoadCell:
 
 
 def _percentiles(values: Sequence[float | None]) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    return [percentile(known, share) for share in SHARES] if known else None
+    """The smallest values that are at least as large as these shares of all values (nearest rank)."""
+    known = sorted(value for value in values if value is not None)
+    return [known[ceil(share * len(known)) - 1] for share in SHARES] if known else None
 
 
 def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:

@@ -101,7 +101,6 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit
         yield Progress(line)
     url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
     process = servers.local.process_of(address.name)
-    assert process is not None
     figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
     shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
     yield TABLE.finding(figures | shown | asdict(launch))
@@ -153,9 +152,9 @@ def free_name(launch: Launch, taken: list[str]) -> str:
 
 def stop(argument: str, context: CommandContext) -> Outcome:
     servers = context.harness.state.servers
-    started = servers.local.names()
     if not argument:
-        raise UserError(f"name a server that this session has started: {', '.join(started) or 'there is none'}.")
+        started = ", ".join(servers.local.names()) or "there is none"
+        raise UserError(f"name a server that this session has started: {started}.")
     servers.local.launch_of(argument)  # raises UserError for a server that was not started here
     left = without_server(servers.addresses, argument)
     return [UseServers(left), Reply(f"server {argument} stopped")]

@@ -16,7 +16,7 @@ from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, fi
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
-from utils.comparison.charts import DotChart, DotRow
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.runs import Run
@@ -163,7 +163,7 @@ def _rows(item: RaceItem, lengths: Sequence[DraftLength]) -> Iterator[dict[str, 
     for length in lengths:
         if own := [result for result in results if result.arm is length]:
             same = [result.same for result in own if result.same is not None]
-            row = race_row(item.group, own) | {"setting": length.name, "draft": length.launch.drafts}
+            row = race_row(item.group, own) | {"draft": length.launch.drafts}
             yield row | {"same_as_draft_0": all(same) if same else None}
 
 
@@ -175,32 +175,29 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     others = [row for row in rows if row["draft"]]
     if not any(row["verdict"] == BASELINE for row in rows):
         best = max(rows, key=lambda row: median(row["tokens_per_second"]))
-        return [NO_BASE, f"The highest is {best['setting']}: {median(best['tokens_per_second']):.1f} tokens/s."]
+        return [NO_BASE, f"The highest is {best['strategy']}: {median(best['tokens_per_second']):.1f} tokens/s."]
     compared = [row for row in others if row["speedup"] is not None and not row["without_gain"]]
-    lines = [f"{row['setting']}: no draft saved a forward pass." for row in others if row["without_gain"]]
+    lines = [f"{row['strategy']}: no draft saved a forward pass." for row in others if row["without_gain"]]
     if compared:
         lines.append(_best(max(compared, key=lambda row: float(row["speedup"]))))
     if any(row["same_as_draft_0"] is False for row in others):
         lines.append(DIFFERENT)
-    lines += [line for row in rows for line in server_notes(row["setting"], row)]
+    lines += [line for row in rows for line in server_notes(row["strategy"], row)]
     return [*lines, MEASURED] if compared else lines
 
 
 def _best(row: Row) -> str:
     text = claim_text(row)
     if row["verdict"] == FASTER:
-        return f"{row['setting']} is the fastest: {text}."
+        return f"{row['strategy']} is the fastest: {text}."
     if row["verdict"] == TOO_FEW:
-        return f"The highest is {row['setting']}: {text}, but there are too few runs to tell."
-    return f"No draft length is measurably faster than {BASE}; the highest is {row['setting']}: {text}."
+        return f"The highest is {row['strategy']}: {text}, but there are too few runs to tell."
+    return f"No draft length is measurably faster than {BASE}; the highest is {row['strategy']}: {text}."
 
 
 def sweep_charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each run over draft 0, or the throughput of each run without draft 0."""
     rows = figures_of(findings)
-    if any(row["speedups"] for row in rows if row["draft"]):
-        dots = [DotRow(row["setting"], row["speedups"], series=row["setting"]) for row in rows if row["speedups"]]
-        dots = [dot for dot in dots if dot.label != BASE]
-        return [DotChart(f"speed-up over {BASE}, one dot per run", "speed-up", dots, 1.0, BASE)]
-    speeds = [DotRow(row["setting"], row["tokens_per_second"], series=row["setting"]) for row in rows]
-    return [DotChart("throughput, one dot per run", "tokens/s", speeds)]
+    compared = [row for row in rows if row["draft"] and row["speedups"]]
+    chosen = compared or [row | {"speedups": []} for row in rows]
+    return [repeats_chart([(row["strategy"], row) for row in chosen], over=BASE)]
