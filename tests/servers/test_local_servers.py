@@ -59,7 +59,7 @@ def test_names_that_cannot_be_started_or_stopped(servers: LocalServers, tmp_path
     started(servers.start("one", launch(tmp_path)))
     with pytest.raises(UserError, match="running already"):
         started(servers.start("one", launch(tmp_path)))
-    with pytest.raises(UserError, match=r"two was not started by this session.*: one\."):
+    with pytest.raises(UserError, match=r"'two' was not started by this session.*: one\."):
         servers.stop("two")
 
 

@@ -115,7 +115,7 @@ def test_arguments_that_are_refused(rest: str, part: str, session: ReplSession, 
         ("/server start", "name a server kind: llama.cpp, vllm, sglang, transformers"),
         ("/server start lama.cpp", "Did you mean llama.cpp"),
         ("/server stop", "there is none"),
-        ("/server stop other", "not started by this session"),
+        ("/server stop other", "not started by this session; name a server that was: there is none"),
     ],
 )
 def test_lines_that_name_nothing(line: str, part: str, session: ReplSession, view: Screen) -> None:

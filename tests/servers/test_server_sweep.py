@@ -104,7 +104,7 @@ def test_ctrl_c_in_a_warm_up_ends_the_sweep(
     [
         ("/server sweep", "name a server"),
         ("/server sweep one", "draft lengths"),
-        ("/server sweep two draft=0,2", "two was not started by this session"),
+        ("/server sweep two draft=0,2", "'two' was not started by this session"),
         ("/server sweep one draft=2", "two to 16 different lengths"),
         ("/server sweep one draft=0,x", "not a whole number"),
         ("/server sweep one draft=0,2 repeats=0", "1 to 100"),

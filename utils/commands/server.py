@@ -6,7 +6,7 @@ A new subcommand is one row of the table.
 from collections.abc import Callable, Mapping
 
 from utils.commands.servers.server_load import load
-from utils.commands.servers.server_start import start, stop
+from utils.commands.servers.server_start import start
 from utils.commands.servers.server_sweep import sweep
 from utils.commands.servers.server_text import text
 from utils.commands.shared.outcomes import Outcome, Reply, ShowTable, UseServers
@@ -48,6 +48,11 @@ def remove(argument: str, context: CommandContext) -> Outcome:
     freed = [address.name for address in addresses if address.baseline == argument]
     note = f"; {' and '.join(freed)} now without a baseline" if freed else ""
     return [UseServers(left), Reply(f"server {argument} removed{note}")]
+
+
+def stop(argument: str, context: CommandContext) -> Outcome:
+    context.harness.state.servers.local.launch_of(argument)  # raises UserError for a server that was not started here
+    return remove(argument, context)
 
 
 LIST = "list"

@@ -80,14 +80,9 @@ class ServerAddress:
         return LOOPBACK if _is_here(host) else host
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is on this machine."""
-        return self.host == LOOPBACK
-
-    @property
     def sends_key_in_clear(self) -> bool:
         """Whether a key crosses a network without encryption."""
-        return self.key is not None and not self.is_local and self.url.startswith("http:")
+        return self.key is not None and self.host != LOOPBACK and self.url.startswith("http:")
 
     def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a request, without those to omit and with the new names of those to rename."""
@@ -122,21 +117,21 @@ def check_url(url: str) -> str:
     """The URL without a slash at its end. Raises UserError unless it is an http or https URL with only a host, a port
     and a path.
     """
-    shown = visible(url)
+    refused = f"'{visible(url)}' is not the URL of a server"
     try:
         parts = urlsplit(url)
-        port = parts.port
+        is_complete = bool(parts.hostname) and parts.port != 0 and bool(re.fullmatch(r"[!-~]+", url))
     except ValueError as error:
-        raise UserError(f"'{shown}' is not the URL of a server, {EXAMPLE}.") from error
+        raise UserError(f"{refused}, {EXAMPLE}.") from error
     # What holds passwords and keys is not shown.
     if "@" in parts.netloc:
         raise UserError("The URL of a server must not contain a user name or a password: key= names the variable.")
     if parts.query or parts.fragment:
         raise UserError("The URL of a server ends with its path: leave out what follows ? or #.")
     if parts.scheme not in ("http", "https"):
-        raise UserError(f"'{shown}' is not the URL of a server: it must begin with http:// or https://, {EXAMPLE}.")
-    if not parts.hostname or port == 0 or not re.fullmatch(r"[!-~]+", url):
-        raise UserError(f"'{shown}' is not the URL of a server, {EXAMPLE}.")
+        raise UserError(f"{refused}: it must begin with http:// or https://, {EXAMPLE}.")
+    if not is_complete:
+        raise UserError(f"{refused}, {EXAMPLE}.")
     return url.rstrip("/")
 
 

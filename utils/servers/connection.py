@@ -57,8 +57,8 @@ class Connection:
             after = kind.counters(client)
             drafts = kind.acceptance(completion, before, after)
             others = kind.other_tokens(own_tokens(completion), before, after)
-            completion = replace(completion, request=request, acceptance=drafts, other_tokens=others)
-            return replace(completion, kind=kind.name, model=client.model())
+            completion = replace(completion, acceptance=drafts, other_tokens=others, kind=kind.name)
+            return replace(completion, request=request, model=client.model())
         except ServerError as error:
             self.close()
             if ending := self._ending():

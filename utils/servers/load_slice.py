@@ -74,15 +74,12 @@ class LoadSlice:
         counts = [one.token_count for one in self.completions]
         return _sum(counts) if counts else None
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens of all clients per second, including the time for the prompts."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
+    def speed(self, *, of_requests: bool = False) -> float | None:
+        """New tokens of all clients per second, including the time for the prompts.
 
-    @property
-    def request_tokens_per_second(self) -> float | None:
-        """New tokens per second of a request, from its sending to its end."""
-        seconds = sum(one.seconds for one in self.completions)
+        With `of_requests`, the seconds are those of each request, from its sending to its end.
+        """
+        seconds = sum(one.seconds for one in self.completions) if of_requests else self.seconds
         return self.tokens / seconds if self.tokens and seconds else None
 
 

@@ -121,9 +121,7 @@ class LoadCell:
     def speed(self, turn: int) -> float | None:
         """Tokens per second in one turn. At a given rate of arrivals, only the time of each request tells a speed."""
         measured = self.slices.get(turn)
-        if measured is None:
-            return None
-        return measured.request_tokens_per_second if self.load.is_rate else measured.tokens_per_second
+        return None if measured is None else measured.speed(of_requests=self.load.is_rate)
 
     def figures(self, baseline: "LoadCell | None") -> dict[str, Any]:
         """The row of the cell, with the speed-up over the baseline in the same turns."""

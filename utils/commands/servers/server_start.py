@@ -1,4 +1,4 @@
-"""/server start and stop: local servers of installed programs."""
+"""/server start: local servers of installed programs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from utils.bounds import WholeRange
 from utils.commands.shared.columns import ResultTable, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, Reply, RunReport, UseServers
+from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import read_checkpoint
@@ -21,7 +21,6 @@ from utils.servers.address import (
     server_address,
     split_words,
     with_server,
-    without_server,
 )
 from utils.servers.connection import ServerList
 from utils.servers.processes.local_servers import READY_SECONDS
@@ -148,13 +147,3 @@ def free_name(launch: Launch, taken: list[str]) -> str:
     base = "-".join(filter(None, (launch.kind, launch.label)))
     names = [base, *(f"{base}-{number}" for number in range(2, len(taken) + 3))]
     return next(name for name in names if name not in taken)
-
-
-def stop(argument: str, context: CommandContext) -> Outcome:
-    servers = context.harness.state.servers
-    if not argument:
-        started = ", ".join(servers.local.names()) or "there is none"
-        raise UserError(f"name a server that this session has started: {started}.")
-    servers.local.launch_of(argument)  # raises UserError for a server that was not started here
-    left = without_server(servers.addresses, argument)
-    return [UseServers(left), Reply(f"server {argument} stopped")]

@@ -203,8 +203,8 @@ class LocalServers:
     def launch_of(self, name: str) -> Launch:
         """How a server was started. Raises UserError if this session did not start it."""
         if name not in self._running:
-            started = ", ".join(self._running) or "none"
-            raise UserError(f"{name} was not started by this session with /server start. Those that were: {started}.")
+            started = ", ".join(self._running) or "there is none"
+            raise UserError(f"'{name}' was not started by this session; name a server that was: {started}.")
         return self._running[name][0]
 
     def model_of(self, name: str) -> str | None:
