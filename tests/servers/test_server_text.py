@@ -167,7 +167,7 @@ def test_a_tie_is_a_token_that_the_baseline_takes_itself_in_a_prefill(
 ) -> None:
     model: Any = Model(prefill)
     theirs, other = Output("aaa", (1, 1, 1)), Output("aab", ours)
-    trial = TextTrial(model, None, ("Hi",), {"base": [ServerRequest((8, 9), 3)]}, 2, 1)
+    trial = TextTrial([model], ("Hi",), {"base": [ServerRequest((8, 9), 3)]}, 2, 1)
     trial.outputs[ALONE, "base"] = [[theirs, theirs]]
     assert cause_of(trial, 0, other, 2) == cause
     assert model.prompts == ([(8, 9, 1, 1)] if len(ours) > 2 else [])

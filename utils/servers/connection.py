@@ -108,15 +108,13 @@ class ServerList:
         """
         before, self.connections = self.connections, {}
         for address in addresses:
-            known = before.pop(address.name, None)
+            known = before.get(address.name)
             if known is None or known.address != address:
-                self.connections[address.name] = Connection(address, partial(self.local.ending_of, address.name))
-                if known is not None:
-                    known.close()
-            else:
-                self.connections[address.name] = known
-        for connection in before.values():
-            connection.close()
+                known = Connection(address, partial(self.local.ending_of, address.name))
+            self.connections[address.name] = known
+        for name, connection in before.items():
+            if self.connections.get(name) is not connection:
+                connection.close()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
         for name in self.local.names():
             if name not in self.connections:

@@ -99,7 +99,6 @@ class _Clients:
     hard: float
     sent: int = 0
     done: list[LoadRequest] = field(default_factory=list)
-    last_end: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -115,8 +114,6 @@ class _Clients:
                 error = str(failure)
             with self.lock:
                 self.done.append(LoadRequest(number, sent, completion, error=error))
-                if completion is not None:
-                    self.last_end = time.perf_counter()
 
     def _next(self) -> int | None:
         """The next request, once it is time to send it, or None if none is sent any more."""
@@ -159,9 +156,10 @@ def run_slice(
         clients.ended.set()
         _join(threads, time.perf_counter() + LETTING_GO)
     with clients.lock:
-        done, seconds = tuple(clients.done), max(0.0, clients.last_end - began)
+        done = tuple(clients.done)
     if done and all(one.error for one in done):
         raise UserError(done[0].error)
+    seconds = max((one.sent + one.completion.seconds for one in done if one.completion is not None), default=0.0)
     return _measured(kind, LoadSlice(done, len(requests) - len(done), seconds), before, kind.counters(target.client))
 
 

@@ -140,8 +140,10 @@ class LoadMeasurement:
             yield Progress(f"warming up {name} ...")
             makers = (request_maker(self.harness.loaded, text, self.settings) for text in texts)
             made = (make(connection.kind, connection.client) for make in makers)
-            changes = {"max_tokens": self.length, "ignore_eos": self.is_fixed, "reuses_prefix": self.reuses_prefix}
-            self.requests[name] = [replace(request, **changes) for request in made]
+            self.requests[name] = [
+                replace(one, max_tokens=self.length, ignore_eos=self.is_fixed, reuses_prefix=self.reuses_prefix)
+                for one in made
+            ]
             for _ in range(2):
                 one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.seconds)
                 if one.unfinished:

@@ -64,12 +64,12 @@ DIFFERENT = "The texts differ, so part of the difference in speed may come from 
 
 @dataclass(slots=True)
 class DraftLength:
-    """An arm: the server with one draft length, and its runs by (pass, repeat). `failure` says why it did not run."""
+    """An arm: the server with one draft length, and its runs by number. `failure` says why it did not run."""
 
     harness: Harness
     server: str
     launch: Launch
-    runs: dict[tuple[int, int], Run] = field(default_factory=dict)
+    runs: dict[int, Run] = field(default_factory=dict)
     failure: str = ""
 
     @property
@@ -104,7 +104,7 @@ def sweep(argument: str, context: CommandContext) -> Outcome:
     report = Report(
         *("server sweep", prompts[-1], context.settings, TABLE.headings),
         then_findings(
-            _restored(_measured(servers, item, lengths, repeats), servers, name),
+            _measured(servers, item, lengths, repeats),
             lambda: map(TABLE.finding, _rows(item, lengths)),
         ),
         conclusion,
@@ -122,44 +122,44 @@ def _drafts(text: str) -> list[int]:
     return drafts
 
 
-def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> Iterator[ReportEvent]:
-    """The events; then the server is restored."""
-    before = servers.local.launch_of(name)
-    try:
-        yield from events
-    finally:
-        for line in servers.restart(name, before):
-            yield Progress(line)
-
-
 def _measured(
     servers: ServerList, item: RaceItem, lengths: Sequence[DraftLength], repeats: int
 ) -> Iterator[ReportEvent]:
-    text, settings = item.prompt.text, item.settings
-    for number in range(PASSES):
-        for length in list(lengths)[:: -1 if number % 2 else 1]:
-            if length.failure:
-                continue
-            where = f"{item.group} with {length.name}, pass {number + 1} of {PASSES}"
-            runs: dict[tuple[int, int], Run] = {}
-            try:
-                for line in servers.restart(item.group, length.launch):
-                    yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
-                length.run(text, settings)  # the first answer includes the first use
-                for repeat in range(repeats):
-                    yield Progress(f"{where}: run {repeat + 1} of {repeats} ...")
-                    runs[number, repeat] = length.run(text, settings)
-            except UserError as error:
-                length.failure = str(error)
-                yield Note(f"{length.name}: {error}")
-            length.runs |= runs
+    """Two passes over the lengths; then the server is restored."""
+    before = servers.local.launch_of(item.group)
+    try:
+        for number in range(PASSES):
+            for length in list(lengths)[:: -1 if number % 2 else 1]:
+                if not length.failure:
+                    yield from _runs(servers, item, length, range(number * repeats, (number + 1) * repeats))
+    finally:
+        for line in servers.restart(item.group, before):
+            yield Progress(line)
+
+
+def _runs(servers: ServerList, item: RaceItem, length: DraftLength, numbers: range) -> Iterator[ReportEvent]:
+    """One start of the server and these runs. An error is noted."""
+    where = f"{item.group} with {length.name}, pass {numbers.start // len(numbers) + 1} of {PASSES}"
+    runs: dict[int, Run] = {}
+    try:
+        for line in servers.restart(item.group, length.launch):
+            yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
+        length.run(item.prompt.text, item.settings)  # the first answer includes the first use
+        for number in numbers:
+            yield Progress(f"{where}: run {number - numbers.start + 1} of {len(numbers)} ...")
+            runs[number] = length.run(item.prompt.text, item.settings)
+    except UserError as error:
+        length.failure = str(error)
+        yield Note(f"{length.name}: {error}")
+    length.runs |= runs
 
 
 def _rows(item: RaceItem, lengths: Sequence[DraftLength]) -> Iterator[dict[str, Any]]:
     """The figures of each length. Runs of the same number in the same pass are compared."""
-    places = dict.fromkeys(place for length in lengths for place in length.runs)
-    runs = ([(one, (one.runs[place],)) for one in lengths if place in one.runs] for place in places)
-    results = [result for number, paired in enumerate(runs) for result in RaceResult.of(item, number, paired)]
+    results: list[RaceResult] = []
+    for number in dict.fromkeys(number for length in lengths for number in length.runs):
+        runs = [(length, (length.runs[number],)) for length in lengths if number in length.runs]
+        results += RaceResult.of(item, number, runs)
     for length in lengths:
         if own := [result for result in results if result.arm is length]:
             same = [result.same for result in own if result.same is not None]

@@ -99,26 +99,21 @@ class Output:
 class TextTrial:
     """What is compared. Without a baseline, the trial only checks that equal requests get equal texts.
 
-    `requests` has the greedy requests of each server, one for each prompt. `repeats` is the number for every prompt in
-    each check. `outputs` are keyed by check and server and indexed by prompt.
+    `connections` are the baseline, if there is one, and the server; the texts of the first one without other requests
+    are the reference. `requests` has the greedy requests of each, one for each prompt. `repeats` is the number for
+    every prompt in each check. `outputs` are keyed by check and server and indexed by prompt.
     """
 
-    server: Connection
-    baseline: Connection | None
+    connections: Sequence[Connection]
     prompts: tuple[str, ...]
     requests: dict[str, list[ServerRequest]]
     repeats: int
     concurrency: int
     outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
 
-    @property
-    def connections(self) -> list[Connection]:
-        return [self.server] if self.baseline is None else [self.baseline, self.server]
-
-    @property
-    def reference(self) -> Connection:
-        """The server whose texts, without other requests, are the reference."""
-        return self.baseline or self.server
+    def reference(self, number: int) -> Output:
+        """The text of a prompt that others are compared with."""
+        return self.outputs[ALONE, self.connections[0].address.name][number][0]
 
 
 def text(argument: str, context: CommandContext) -> Outcome:
@@ -127,10 +122,10 @@ def text(argument: str, context: CommandContext) -> Outcome:
     if not words:
         raise UserError(f"which server? For example {EXAMPLE}.")
     name = check_choice(words[0], tuple(servers.connections), "server")
-    server = servers.connections[name]
-    if server.address.baseline == TARGET:
+    other = servers.connections[name].address.baseline
+    if other == TARGET:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
-    baseline = None if server.address.baseline is None else servers.connections[server.address.baseline]
+    connections = [servers.connections[one] for one in (other, name) if one is not None]
     differing: list[str] = []
     if len(words) > 1:
         found = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))]
@@ -140,8 +135,7 @@ def text(argument: str, context: CommandContext) -> Outcome:
     if not found:
         raise UserError(f"the prompts file {words[1]} has no prompts: write one per line.")
     prompts = spaced(found, options["limit"])
-    trial = TextTrial(server, baseline, prompts, {}, options["repeats"], options["concurrency"])
-    other = None if baseline is None else baseline.address.name
+    trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
     report = Report(
         *("server_text", prompts[0], context.settings, TABLE.headings),
         _events(trial, context),
@@ -228,10 +222,6 @@ def _run_together(trial: TextTrial, connection: Connection) -> None:
     trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
 
 
-def _reference(trial: TextTrial, number: int) -> Output:
-    return trial.outputs[ALONE, trial.reference.address.name][number][0]
-
-
 def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int, str]]:
     """(prompt, text, position, unit) of the first text of each prompt that differs from the reference.
 
@@ -239,7 +229,7 @@ def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, 
     """
     found = []
     for number, outputs in enumerate(trial.outputs[check, name]):
-        reference = _reference(trial, number)
+        reference = trial.reference(number)
         known = trial.outputs[ALONE, name][number] if check == LOAD else []
         for output in outputs:
             if output not in known and (place := output.difference(reference)):
@@ -270,7 +260,7 @@ def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
     places = [
         (check, connection.address.name, *unlike)
         for check in (ALONE, LOAD)
-        if (check, trial.server.address.name) in trial.outputs
+        if (check, trial.connections[-1].address.name) in trial.outputs
         for connection in trial.connections
         for unlike in _unlike(trial, check, connection.address.name)
     ]
@@ -298,12 +288,12 @@ def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> str:
 
     A prefill and decode steps round differently, as a verify pass does.
     """
-    request, ids = trial.requests[trial.reference.address.name][number], ours.token_ids or ()
+    request, ids = trial.requests[trial.connections[0].address.name][number], ours.token_ids or ()
     if not isinstance(request.prompt, tuple) or not ids[place:]:
         return UNKNOWN
     prefill = replace(request, prompt=(*request.prompt, *ids[:place]), max_tokens=1)
     try:
-        again = _ask(trial.reference, prefill).token_ids
+        again = _ask(trial.connections[0], prefill).token_ids
     except UserError:  # for example if the context is one token too long
         return UNKNOWN
     return TIE if again == ids[place : place + 1] else UNKNOWN

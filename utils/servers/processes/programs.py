@@ -59,13 +59,9 @@ class Launch:
         return DEFAULT_DRAFT if self.draft is None else self.draft
 
     @property
-    def speculates(self) -> bool:
-        return self.drafts > 0
-
-    @property
     def label(self) -> str:
         """Its draft method, to distinguish it from other launches of its kind. It is empty without speculation."""
-        if not self.speculates:
+        if not self.drafts:
             return ""
         return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
 
@@ -120,7 +116,7 @@ def command_line(launch: Launch, port: int) -> list[str]:
             raise UserError(f"{option}={value} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
     if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
         raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
-    if launch.speculates and not program.speculates:
+    if launch.drafts and not program.speculates:
         raise UserError(f"{program.name} has no flags for speculative decoding; start it without drafter=.")
     return [*program.find(launch.program), *program.arguments(launch, port), *launch.flags]
 
@@ -130,7 +126,7 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
     source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
     line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
     line += _optional("--ctx-size", launch.context) + _optional("--parallel", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     drafts = str(launch.drafts)
     if launch.drafter == NGRAM:
@@ -150,7 +146,7 @@ def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
     line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
     line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     if launch.drafter == NGRAM:
         config = {"method": launch.method or "ngram", "num_speculative_tokens": launch.drafts, **LOOKUP}
@@ -164,7 +160,7 @@ def _sglang_arguments(launch: Launch, port: int) -> list[str]:
     line = ["--model-path", launch.model, "--host", HOST, "--port", str(port)]
     line += ["--enable-metrics", "--disable-radix-cache"]
     line += _optional("--context-length", launch.context) + _optional("--max-running-requests", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     if launch.drafter == NGRAM:
         algorithm, sizes = "NGRAM", ["--speculative-num-draft-tokens", str(launch.drafts)]
