@@ -244,7 +244,7 @@ def test_a_server_that_fails_keeps_what_was_measured(
         ("/server load spec request=2", "Did you mean requests"),
         ("/server load spec rate=2 concurrency=1", "exclude each other"),
         ("/server load spec fixed=9 length=9", "exclude each other"),
-        ("/server load spec rate=0/s", "above 0, at most 100"),
+        ("/server load spec rate=0/s", "0.001 to 100"),
         ("/server load spec rate=2/min", "not a number"),
         ("/server load spec ttft=fast", "ttft=50ms"),
         ("/server load spec tpot=0ms", "tpot=50ms"),

@@ -103,13 +103,13 @@ class ServerClient:
             self._model = models[0]
         return self._model
 
-    def get_json(self, path: str) -> Any:
-        """The JSON of a page, or None if the page does not exist or is not JSON."""
-        return _parsed(self._page(path))
-
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that a page returns for a JSON body, or None as in get_json."""
-        return _parsed(self._page(path, dict(body)))
+    def get_json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of a page, or what it returns for a JSON body. None if the page does not exist or is not JSON."""
+        page = self._page(path, body)
+        try:
+            return None if page is None else json.loads(page)
+        except (ValueError, RecursionError):
+            return None
 
     def get_text(self, path: str) -> str | None:
         """The text of a page, or None if the page does not exist."""
@@ -147,7 +147,7 @@ class ServerClient:
         # The version of the address may differ from /v1.
         return self.address.api + path[len("/v1") :] if path.startswith("/v1/") else self.address.root + path
 
-    def _page(self, path: str, sent: dict[str, Any] | None = None) -> bytes | None:
+    def _page(self, path: str, sent: Mapping[str, Any] | None = None) -> bytes | None:
         """The body of a page, or None if the page does not exist. `sent` is a JSON body to send."""
         try:
             with self._answer(self._url(path), sent, min(PAGE_TIMEOUT, self.address.timeout)) as response:
@@ -160,7 +160,7 @@ class ServerClient:
             raise _transport_error(self.address, error) from error
 
     @contextmanager
-    def _answer(self, url: str, body: dict[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
+    def _answer(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
         """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request.
 
         The headers must be complete after so many seconds. `body` is JSON to send; without it, a page is requested.
@@ -371,13 +371,6 @@ class AnswerStream:
     def _error(self, problem: str) -> ServerError:
         """An error for an invalid stream. `problem` follows the server's name."""
         return ServerError(f"The server {self._address.name} {problem}, {_after(self.received)}.")
-
-
-def _parsed(page: bytes | None) -> Any:
-    try:
-        return None if page is None else json.loads(page)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _status_error(address: ServerAddress, status: int, message: str) -> ServerError:

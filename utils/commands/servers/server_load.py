@@ -40,7 +40,7 @@ from utils.servers.load_slice import LoadSlice, run_slice
 from utils.text import count_of
 
 CONCURRENCIES = "1,2,4,8,16"
-AT_ONCE, RATE = WholeRange(1, 64), RealRange("rate=", 0, 100, excludes_low=True)  # requests, and arrivals a second
+AT_ONCE, RATE = WholeRange(1, 64), RealRange("rate", 0.001, 100)  # requests, and arrivals a second
 SECONDS = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(ms|s)", re.ASCII)
 NUMBERS = {
     "requests": (40, WholeRange(1, 10_000)),

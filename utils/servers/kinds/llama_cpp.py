@@ -50,7 +50,7 @@ class LlamaCppKind(ServerKind):
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, Chat):
-            found = server.post_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
+            found = server.get_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
             if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
                 return None
             # A first token that the tokenizer adds is left out of the template's text.

@@ -47,14 +47,12 @@ class ServerReader(Protocol):
     """Requests for pages of one server. Paths begin with a slash and are below its root.
 
     Methods return None if the server has no such path or its answer has another form. They raise ServerError if it
-    cannot be reached. `post_json` sends a JSON body.
+    cannot be reached. `get_json` sends a JSON body if there is one.
     """
 
-    def get_json(self, path: str) -> Any: ...
+    def get_json(self, path: str, body: Mapping[str, Any] | None = None) -> Any: ...
 
     def get_text(self, path: str) -> str | None: ...
-
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Any: ...
 
 
 class ServerKind:
@@ -174,7 +172,7 @@ class ServerKind:
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The ids that a server's /tokenize returns, or None if there is no such page or its answer has another form."""
-    found = server.post_json("/tokenize", body)
+    found = server.get_json("/tokenize", body)
     ids = found.get("tokens") if isinstance(found, dict) else None
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
         return None
