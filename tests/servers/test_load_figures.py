@@ -14,7 +14,7 @@ from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds.completion import Counters, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerKind, ServerReader
-from utils.servers.load_slice import LoadSlice, percentile, run_slice, sum_of_drafts
+from utils.servers.load_slice import LoadSlice, run_slice, sum_of_drafts
 
 LENGTH = 5
 
@@ -73,12 +73,12 @@ def test_so_many_requests_run_at_once(concurrency: int, server: Loopback, target
     assert sorted(one.body["prompt"] for one in server.posts()) == [f"prompt {number}" for number in range(6)]
     assert (len(measured.completions), measured.failures, measured.unfinished) == (6, [], 0)
     assert measured.tokens == 6 * LENGTH
-    assert measured.tokens_per_second == pytest.approx(30 / measured.seconds)
+    assert measured.speed() == pytest.approx(30 / measured.seconds)
     rounds = 6 / concurrency
     assert rounds * 0.09 <= measured.seconds  # the delays of a server that answers so many at once
     assert all(one.first_seconds >= 0.05 for one in measured.completions)
     assert all((one.token_seconds or 0) > 0 for one in measured.requests)
-    assert measured.request_tokens_per_second == pytest.approx(30 / sum(one.seconds for one in measured.completions))
+    assert measured.speed(of_requests=True) == pytest.approx(30 / sum(one.seconds for one in measured.completions))
 
 
 def test_requests_that_wait_for_a_slot_have_a_later_first_token(target: Target, server: Loopback) -> None:
@@ -165,16 +165,10 @@ def test_drafts_from_counters_are_those_of_all_answers(others: int, server: Loop
     assert found is not None and found.valid == (others == 0) and found.drafted == 2 * found.accepted
 
 
-def test_percentiles_are_measured_values() -> None:
-    assert percentile([5.0, 1.0, 3.0], 0.95) == 5.0 and percentile([5.0, 1.0, 3.0], 0.5) == 3.0
-    values = [float(number) for number in range(1, 101)]
-    assert percentile(values, 0.99) == 99.0
-
-
 def test_events_without_counts_give_no_throughput(server: Loopback, target: Target) -> None:
     server.faults = Faults(usage=False)
     measured = run_slice(target, requests(2), concurrency=1, limit=60)
-    assert measured.tokens is None and measured.tokens_per_second is None and measured.requests[0].token_seconds is None
+    assert measured.tokens is None and measured.speed() is None and measured.requests[0].token_seconds is None
 
 
 @pytest.mark.parametrize("others", [0, 7])

@@ -48,7 +48,7 @@ def test_a_server_is_started_and_stopped(servers: LocalServers, tmp_path: Path) 
     assert is_ready(url) and is_ready(other) and url != other
     assert servers.names() == ["one", "two"] and "one" in servers and lines[0].startswith("starting one: llama.cpp")
     processes, process = family() - before, servers.process_of("one")
-    assert process is not None and "--alias a" in process.log.read_text()
+    assert "--alias a" in process.log.read_text()
     servers.stop("one")
     assert not is_ready(url) and is_ready(other) and servers.names() == ["two"]
     servers.stop_all()
@@ -59,7 +59,7 @@ def test_names_that_cannot_be_started_or_stopped(servers: LocalServers, tmp_path
     started(servers.start("one", launch(tmp_path)))
     with pytest.raises(UserError, match="running already"):
         started(servers.start("one", launch(tmp_path)))
-    with pytest.raises(UserError, match=r"two was not started by this session.*: one\."):
+    with pytest.raises(UserError, match=r"'two' was not started by this session.*: one\."):
         servers.stop("two")
 
 

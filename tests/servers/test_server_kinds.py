@@ -250,11 +250,11 @@ def test_prompts_are_tokenized_by_the_server() -> None:
         def __init__(self, **pages: Any) -> None:
             self.pages, self.sent = pages, {}
 
-        def post_json(self, path: str, body: Any) -> Any:
+        def get_json(self, path: str, body: Any) -> Any:
             self.sent[path] = body
             return self.pages.get(path[1:].replace("-", "_"))
 
-        get_json = get_text = None
+        get_text = None
 
     chat = Chat(({"role": "user", "content": "hi"},))
     llama: Any = Server(apply_template={"prompt": "<s>hi"}, tokenize={"tokens": [1, 2]})

@@ -95,7 +95,7 @@ def test_a_failure_shows_the_log_and_leaves_the_session_as_it_was(
         ("draft=two drafter=ngram", "draft=:"),
         ("draft=3", "needs a drafter"),
         ("drafts=3", "Did you mean draft"),
-        ("target=b.gguf", "two targets"),
+        ("wait=0 -- '", "quotation mark"),
         ("and more", "one word too many"),
         ("wait=0", "1 to 86400"),
         ("name=a name=b", "given twice"),
@@ -115,7 +115,7 @@ def test_arguments_that_are_refused(rest: str, part: str, session: ReplSession, 
         ("/server start", "name a server kind: llama.cpp, vllm, sglang, transformers"),
         ("/server start lama.cpp", "Did you mean llama.cpp"),
         ("/server stop", "there is none"),
-        ("/server stop other", "not started by this session"),
+        ("/server stop other", "not started by this session; name a server that was: there is none"),
     ],
 )
 def test_lines_that_name_nothing(line: str, part: str, session: ReplSession, view: Screen) -> None:

@@ -104,7 +104,7 @@ def test_ctrl_c_in_a_warm_up_ends_the_sweep(
     [
         ("/server sweep", "name a server"),
         ("/server sweep one", "draft lengths"),
-        ("/server sweep two draft=0,2", "two was not started by this session"),
+        ("/server sweep two draft=0,2", "'two' was not started by this session"),
         ("/server sweep one draft=2", "two to 16 different lengths"),
         ("/server sweep one draft=0,x", "not a whole number"),
         ("/server sweep one draft=0,2 repeats=0", "1 to 100"),
@@ -118,7 +118,7 @@ def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view
 
 def row(draft: int, speedups: list[float], *, per_forward: float | None = 2.0, same: bool = True) -> Finding:
     claim = SpeedClaim.of([speedups], baseline=not draft, tokens_per_forward=per_forward if draft else None)
-    figures = {"draft": draft, "setting": f"draft {draft}", "speedups": speedups}
+    figures = {"draft": draft, "strategy": f"draft {draft}", "speedups": speedups}
     figures |= {"baseline": "draft 0", "same_as_draft_0": same, "other_tokens": [], "acceptance_unknown": []}
     return Finding((), figures | {"tokens_per_second": [10.0]} | claim.figures)
 

@@ -6,20 +6,13 @@ A new subcommand is one row of the table.
 from collections.abc import Callable, Mapping
 
 from utils.commands.servers.server_load import load
-from utils.commands.servers.server_start import start, stop
+from utils.commands.servers.server_start import start
 from utils.commands.servers.server_sweep import sweep
 from utils.commands.servers.server_text import text
 from utils.commands.shared.outcomes import Outcome, Reply, ShowTable, UseServers
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.errors import check_choice
-from utils.servers.address import (
-    ADD_EXAMPLE,
-    ServerAddress,
-    key_headers,
-    parse_server,
-    with_server,
-    without_server,
-)
+from utils.servers.address import ADD_EXAMPLE, key_headers, parse_server, with_server, without_server
 
 HEADINGS = ("server", "URL", "model", "baseline", "key")
 NONE = f"There is no server; add one, for example: {ADD_EXAMPLE}"
@@ -41,12 +34,12 @@ def show(argument: str, context: CommandContext) -> Outcome:
         return [Reply(NONE)]
     local = context.harness.state.servers.local
     ended = [name for name in local.names() if name not in local]
-    return [ShowTable(HEADINGS, [_row(address, " (it has ended)" * (address.name in ended)) for address in addresses])]
-
-
-def _row(address: ServerAddress, state: str) -> tuple[str, ...]:
-    key = "-" if address.key is None else f"${address.key}"
-    return address.name, address.url + state, address.model or "its only one", address.baseline or "-", key
+    rows = []
+    for address in addresses:
+        state, key = " (it has ended)" * (address.name in ended), "-" if address.key is None else f"${address.key}"
+        model, baseline = address.model or "its only one", address.baseline or "-"
+        rows.append((address.name, address.url + state, model, baseline, key))
+    return [ShowTable(HEADINGS, rows)]
 
 
 def remove(argument: str, context: CommandContext) -> Outcome:
@@ -57,46 +50,47 @@ def remove(argument: str, context: CommandContext) -> Outcome:
     return [UseServers(left), Reply(f"server {argument} removed{note}")]
 
 
+def stop(argument: str, context: CommandContext) -> Outcome:
+    context.harness.state.servers.local.launch_of(argument)  # raises UserError for a server that was not started here
+    return remove(argument, context)
+
+
 LIST = "list"
-SUBCOMMANDS: Mapping[str, Callable[[str, CommandContext], Outcome]] = {
-    "add": add,
-    LIST: show,
-    "remove": remove,
-    "text": text,
-    "start": start,
-    "stop": stop,
-    "sweep": sweep,
-    "load": load,
-}
-SYNTAX = (
-    "/server add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
-    "[omit=FIELD] [rename=FIELD:NAME]",
-    "/server [list]",
-    "/server remove NAME",
-    "/server text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
-    "/server start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
-    "[baseline=NAME] [-- FLAGS]",
-    "/server stop NAME",
-    "/server sweep NAME draft=0,2,4,8 [repeats=N]",
-    "/server load NAME [FILE] [concurrency=1,2,4 | rate=2/s] [requests=N] [turns=N] [length=N | fixed=N] [seconds=N] "
-    "[ttft=500ms] [tpot=50ms] [cache=on]",
-)
-MEANINGS = {
-    "add": "a server by its name and address",
-    LIST: "the servers of this session",
-    "remove": "a server",
-    "text": "is its greedy text that of its baseline?",
-    "start": "a server program of a kind that is installed here",
-    "stop": "a server that was started",
-    "sweep": "draft lengths of a started server",
-    "load": "many requests at the same time",
+SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, str]] = {
+    "add": (
+        add,
+        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
+        "[omit=FIELD] [rename=FIELD:NAME]",
+        "a server by its name and address",
+    ),
+    LIST: (show, "[list]", "the servers of this session"),
+    "remove": (remove, "remove NAME", "a server"),
+    "text": (
+        text,
+        "text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
+        "is its greedy text that of its baseline?",
+    ),
+    "start": (
+        start,
+        "start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
+        "[baseline=NAME] [-- FLAGS]",
+        "a server program of a kind that is installed here",
+    ),
+    "stop": (stop, "stop NAME", "a server that was started"),
+    "sweep": (sweep, "sweep NAME draft=0,2,4,8 [repeats=N]", "draft lengths of a started server"),
+    "load": (
+        load,
+        "load NAME [FILE] [concurrency=1,2,4 | rate=2/s] [requests=N] [turns=N] [length=N | fixed=N] [seconds=N] "
+        "[ttft=500ms] [tpot=50ms] [cache=on]",
+        "many requests at the same time",
+    ),
 }
 
 
 def _server(argument: str, context: CommandContext) -> Outcome:
     name, _, rest = argument.partition(" ")
     name = check_choice(name.lower() or LIST, tuple(SUBCOMMANDS), "subcommand")
-    return SUBCOMMANDS[name](rest.strip(), context)
+    return SUBCOMMANDS[name][0](rest.strip(), context)
 
 
 SERVER = Command(
@@ -109,8 +103,8 @@ SERVER = Command(
         "Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
         "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
         ("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
-        SYNTAX,
+        tuple(f"/server {syntax}" for _, syntax, _ in SUBCOMMANDS.values()),
         ("race", "speed-up"),
     ),
-    words=MEANINGS,
+    words={name: meaning for name, (_, _, meaning) in SUBCOMMANDS.items()},
 )

@@ -1,4 +1,4 @@
-"""Where servers are and what they are called: one address, its typed form, its key, and several addresses.
+"""Where servers are and what they are called: one address, its typed form and options, its key, and several addresses.
 
 Only the name of a key's environment variable is stored, and an address cannot contain a key. Nothing is contacted here
 and torch is not imported.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from ipaddress import ip_address
 from socket import gethostname
-from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from utils.bounds import RealRange
+from utils.bounds import RealRange, WholeRange
 from utils.errors import UserError, check_choice
 from utils.text import visible
 
@@ -38,6 +38,7 @@ TARGET = "target"  # the baseline that is not a server: the local target alone
 MAX_SERVERS = 32
 SHORTEST_KEY = 8  # characters; shorter placeholders such as EMPTY are not secret and may be words of a text
 REMOVED = "[key]"
+Default = TypeVar("Default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,9 @@ class ServerAddress:
         return LOOPBACK if _is_here(host) else host
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is on this machine."""
-        return self.host == LOOPBACK
-
-    @property
     def sends_key_in_clear(self) -> bool:
         """Whether a key crosses a network without encryption."""
-        return self.key is not None and not self.is_local and self.url.startswith("http:")
+        return self.key is not None and self.host != LOOPBACK and self.url.startswith("http:")
 
     def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a request, without those to omit and with the new names of those to rename."""
@@ -121,26 +117,22 @@ def check_url(url: str) -> str:
     """The URL without a slash at its end. Raises UserError unless it is an http or https URL with only a host, a port
     and a path.
     """
-    shown = visible(url)
+    refused = f"'{visible(url)}' is not the URL of a server"
     try:
         parts = urlsplit(url)
-        port = parts.port
+        is_complete = bool(parts.hostname) and parts.port != 0 and bool(re.fullmatch(r"[!-~]+", url))
     except ValueError as error:
-        raise UserError(f"'{shown}' is not the URL of a server, {EXAMPLE}.") from error
-    _check_secrets(parts)
-    if parts.scheme not in ("http", "https"):
-        raise UserError(f"'{shown}' is not the URL of a server: it must begin with http:// or https://, {EXAMPLE}.")
-    if not parts.hostname or port == 0 or not re.fullmatch(r"[!-~]+", url):
-        raise UserError(f"'{shown}' is not the URL of a server, {EXAMPLE}.")
-    return url.rstrip("/")
-
-
-def _check_secrets(parts: SplitResult) -> None:
-    """Refuse the parts of a URL that hold passwords and keys, without showing them."""
+        raise UserError(f"{refused}, {EXAMPLE}.") from error
+    # What holds passwords and keys is not shown.
     if "@" in parts.netloc:
         raise UserError("The URL of a server must not contain a user name or a password: key= names the variable.")
     if parts.query or parts.fragment:
         raise UserError("The URL of a server ends with its path: leave out what follows ? or #.")
+    if parts.scheme not in ("http", "https"):
+        raise UserError(f"{refused}: it must begin with http:// or https://, {EXAMPLE}.")
+    if not is_complete:
+        raise UserError(f"{refused}, {EXAMPLE}.")
+    return url.rstrip("/")
 
 
 @cache
@@ -172,11 +164,8 @@ def other_machine(one: ServerAddress | None, other: ServerAddress | None) -> str
 
 
 def parse_server(text: str) -> ServerAddress:
-    """The server in `NAME URL [OPTION=VALUE ...]`, with the options in OPTIONS.
-
-    Raises UserError for anything else. Values of unknown words are not repeated, because they may be keys.
-    """
-    words = _words(text)
+    """The server in `NAME URL [OPTION=VALUE ...]`, with the options in OPTIONS. Raises UserError for anything else."""
+    words = split_words(text)
     if len(words) < 2:
         raise UserError(f"give a name and an address, for example: {ADD_EXAMPLE}")
     return _server(words[0], words[1], words[2:])
@@ -184,7 +173,7 @@ def parse_server(text: str) -> ServerAddress:
 
 def parse_server_flag(text: str, number: int) -> ServerAddress:
     """The server in `[NAME=]URL` with the same options. A server without a name is named by `number`."""
-    words = _words(text)
+    words = split_words(text)
     if not words:
         raise UserError("--server needs an address, for example http://127.0.0.1:8000.")
     named = re.fullmatch(rf"({NAME.pattern})=(.*)", words[0], re.ASCII)
@@ -200,20 +189,49 @@ def server_of(name: str, values: Mapping[str, str]) -> ServerAddress:
 
 
 def _server(name: str, url: str, words: Sequence[str]) -> ServerAddress:
-    values: dict[str, str] = {}
-    for word in words:
-        option, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"a word after the address is not OPTION=VALUE; the options are {', '.join(OPTIONS)}.")
-        values[check_choice(option, OPTIONS, "option")] = value
-    return server_of(name, {"url": url, **values})
+    return server_of(name, {"url": url, **parse_words(words, OPTIONS, most=0)[1]})
 
 
-def _words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Words that may be quoted as in a shell. Raises UserError for unclosed quotation marks."""
     try:
         return shlex.split(text)
     except ValueError as error:
         raise UserError("a quotation mark is not closed.") from error
+
+
+def parse_words(words: Sequence[str], options: Sequence[str], *, most: int) -> tuple[list[str], dict[str, str]]:
+    """The plain words, at most `most`, and the values of `NAME=VALUE` by name.
+
+    Raises UserError for unknown or repeated options and for too many words. After an address (`most` is 0), these are
+    not shown, because they may be keys.
+    """
+    plain, values = list[str](), dict[str, str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            plain.append(word)
+        elif check_choice(name, tuple(options), "option") in values:
+            raise UserError(f"{name}= is given twice.")
+        else:
+            values[name] = value
+    if len(plain) > most:
+        extra = f"'{plain[most]}'" if most else "what follows the address"
+        raise UserError(f"{extra} is one word too many; options are written as NAME=VALUE: {', '.join(options)}.")
+    return plain, values
+
+
+def parse_numbers(
+    values: Mapping[str, str], options: Mapping[str, tuple[Default, WholeRange]]
+) -> dict[str, int | Default]:
+    """The numbers of all options, which have a default and a range. Raises UserError for an invalid value."""
+    numbers: dict[str, int | Default] = {name: default for name, (default, _) in options.items()}
+    for name in options.keys() & values.keys():
+        try:
+            numbers[name] = options[name][1].parse(values[name])
+        except UserError as error:
+            raise UserError(f"{name}=: {error}") from error
+    return numbers
 
 
 def key_headers(variable: str | None) -> dict[str, str]:
@@ -274,15 +292,11 @@ def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[Serve
     if not addresses:
         raise UserError("There is no server to remove.")
     check_choice(name, tuple(address.name for address in addresses), "server")
-    return tuple(
-        replace(
-            address,
-            baseline=None if address.baseline == name else address.baseline,
-            same=None if address.same == name else address.same,
-        )
-        for address in addresses
-        if address.name != name
-    )
+    kept = []
+    for address in addresses:
+        unnamed: dict[str, Any] = {option: None for option in NAMES if getattr(address, option) == name}
+        kept += [replace(address, **unnamed)] if address.name != name else []
+    return tuple(kept)
 
 
 def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -24,7 +23,7 @@ import httpx
 from utils.decode.steps import FinishReason
 from utils.files import os_reason
 from utils.servers.address import ServerAddress, key_headers, without_key
-from utils.servers.kinds.completion import Event, Piece, ServerCompletion, ServerRequest, believed, finish_of
+from utils.servers.kinds.completion import MAX_COUNT, Event, Piece, ServerCompletion, ServerRequest, believed
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.text import count_of, visible
 
@@ -38,6 +37,7 @@ MAX_CHARACTERS = 64  # per requested token; longer answers are refused
 SPARE = 64  # pieces beyond one per requested token, and characters of a finish reason
 STREAM = "text/event-stream"  # the content type
 DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
+CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that reached the maximum number of tokens
 ABORTED = ("abort", "error", "content_filter")  # finish reasons of answers that are not complete
 UNAVAILABLE = 503
 
@@ -60,9 +60,7 @@ class ServerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -105,13 +103,13 @@ class ServerClient:
             self._model = models[0]
         return self._model
 
-    def get_json(self, path: str) -> Any:
-        """The JSON of a page, or None if the page does not exist or is not JSON."""
-        return _parsed(self._page(path))
-
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that a page returns for a JSON body, or None as in get_json."""
-        return _parsed(self._page(path, dict(body)))
+    def get_json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of a page, or what it returns for a JSON body. None if the page does not exist or is not JSON."""
+        page = self._page(path, body)
+        try:
+            return None if page is None else json.loads(page)
+        except (ValueError, RecursionError):
+            return None
 
     def get_text(self, path: str) -> str | None:
         """The text of a page, or None if the page does not exist."""
@@ -149,7 +147,7 @@ class ServerClient:
         # The version of the address may differ from /v1.
         return self.address.api + path[len("/v1") :] if path.startswith("/v1/") else self.address.root + path
 
-    def _page(self, path: str, sent: dict[str, Any] | None = None) -> bytes | None:
+    def _page(self, path: str, sent: Mapping[str, Any] | None = None) -> bytes | None:
         """The body of a page, or None if the page does not exist. `sent` is a JSON body to send."""
         try:
             with self._answer(self._url(path), sent, min(PAGE_TIMEOUT, self.address.timeout)) as response:
@@ -162,7 +160,7 @@ class ServerClient:
             raise _transport_error(self.address, error) from error
 
     @contextmanager
-    def _answer(self, url: str, body: dict[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
+    def _answer(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
         """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request.
 
         The headers must be complete after so many seconds. `body` is JSON to send; without it, a page is requested.
@@ -273,7 +271,7 @@ class AnswerStream:
         self._pieces: list[Piece] = []
         self._last: float = 0.0  # time of the last content
         self.is_done = False
-        self._usage = Piece()
+        self._usage: dict[str, int] = {}
         self._tokens = self.received = 0
 
     def add(self, data: bytes, seconds: float) -> Iterator[Piece]:
@@ -304,11 +302,9 @@ class AnswerStream:
         piece = self._piece(self._parsed(text))
         if piece.finish_reason in ABORTED:
             raise self._error(f"stopped the answer itself ({piece.finish_reason})")
-        prompt_tokens, new_tokens = believed(piece.prompt_tokens), believed(piece.new_tokens, self._request.max_tokens)
-        self._usage = Piece(
-            prompt_tokens=self._usage.prompt_tokens if prompt_tokens is None else prompt_tokens,
-            new_tokens=self._usage.new_tokens if new_tokens is None else new_tokens,
-        )
+        for name, most in (("prompt_tokens", MAX_COUNT), ("new_tokens", self._request.max_tokens)):
+            if (count := believed(getattr(piece, name), most)) is not None:
+                self._usage[name] = count
         self._has_ids &= all(
             believed(token, self._request.vocabulary - 1) is not None for token in piece.token_ids or ()
         )
@@ -356,14 +352,15 @@ class AnswerStream:
         reason = next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "")
         if not interrupted and not reason and not self.is_done:
             raise self._error("ended the stream before the text was complete")
+        finish = FinishReason.LENGTH if reason in CUT else FinishReason.STOP
         return ServerCompletion(
             text=without_key("".join(piece.text for piece in pieces), self._address.key),
             pieces=pieces,
-            finish=FinishReason.INTERRUPTED if interrupted else finish_of(reason),
+            finish=FinishReason.INTERRUPTED if interrupted else finish,
             finish_reason=without_key(reason, self._address.key),
             seconds=seconds,
-            prompt_tokens=self._usage.prompt_tokens,
-            usage_tokens=self._usage.new_tokens,
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            usage_tokens=self._usage.get("new_tokens"),
             figures=self._figures,
             own_rate=self._kind.decode_rate(self._figures),
         )
@@ -374,13 +371,6 @@ class AnswerStream:
     def _error(self, problem: str) -> ServerError:
         """An error for an invalid stream. `problem` follows the server's name."""
         return ServerError(f"The server {self._address.name} {problem}, {_after(self.received)}.")
-
-
-def _parsed(page: bytes | None) -> Any:
-    try:
-        return None if page is None else json.loads(page)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _status_error(address: ServerAddress, status: int, message: str) -> ServerError:

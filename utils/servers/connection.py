@@ -57,8 +57,8 @@ class Connection:
             after = kind.counters(client)
             drafts = kind.acceptance(completion, before, after)
             others = kind.other_tokens(own_tokens(completion), before, after)
-            completion = replace(completion, request=request, acceptance=drafts, other_tokens=others)
-            return replace(completion, kind=kind.name, model=client.model())
+            completion = replace(completion, acceptance=drafts, other_tokens=others, kind=kind.name)
+            return replace(completion, request=request, model=client.model())
         except ServerError as error:
             self.close()
             if ending := self._ending():
@@ -108,15 +108,13 @@ class ServerList:
         """
         before, self.connections = self.connections, {}
         for address in addresses:
-            known = before.pop(address.name, None)
+            known = before.get(address.name)
             if known is None or known.address != address:
-                self.connections[address.name] = Connection(address, partial(self.local.ending_of, address.name))
-                if known is not None:
-                    known.close()
-            else:
-                self.connections[address.name] = known
-        for connection in before.values():
-            connection.close()
+                known = Connection(address, partial(self.local.ending_of, address.name))
+            self.connections[address.name] = known
+        for name, connection in before.items():
+            if self.connections.get(name) is not connection:
+                connection.close()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
         for name in self.local.names():
             if name not in self.connections:

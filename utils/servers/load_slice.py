@@ -9,23 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from math import ceil
 
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Counters, Piece, ServerAcceptance, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import (
-    ACCEPTED,
-    DRAFTED,
-    PASSES,
-    SHORT_DRAFTS,
-    ServerKind,
-    accepted_at,
-    growth,
-    positions,
-    same_length,
-)
+from utils.servers.kinds.server_kind import ServerKind, growth, with_positions
 
 POLL = 0.05  # seconds between two checks of the clients
 LETTING_GO = 2.0  # seconds for clients to end after Ctrl-C; one that waits for a silent server is abandoned
@@ -82,29 +71,16 @@ class LoadSlice:
     @property
     def tokens(self) -> int | None:
         """The number of new tokens of all complete answers, or None if the server does not count them."""
-        return total_tokens(self.completions)
+        counts = [one.token_count for one in self.completions]
+        return _sum(counts) if counts else None
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens of all clients per second, including the time for the prompts."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
+    def speed(self, *, of_requests: bool = False) -> float | None:
+        """New tokens of all clients per second, including the time for the prompts.
 
-    @property
-    def request_tokens_per_second(self) -> float | None:
-        """New tokens per second of a request, from its sending to its end."""
-        seconds = sum(one.seconds for one in self.completions)
+        With `of_requests`, the seconds are those of each request, from its sending to its end.
+        """
+        seconds = sum(one.seconds for one in self.completions) if of_requests else self.seconds
         return self.tokens / seconds if self.tokens and seconds else None
-
-
-def total_tokens(completions: Sequence[ServerCompletion]) -> int | None:
-    """The number of new tokens, or None if one of the answers has no count."""
-    counts = [one.token_count for one in completions]
-    return None if None in counts or not counts else sum(count for count in counts if count is not None)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of all values (nearest rank)."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 class _Over(Exception):
@@ -123,7 +99,6 @@ class _Clients:
     hard: float
     sent: int = 0
     done: list[LoadRequest] = field(default_factory=list)
-    last_end: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -139,8 +114,6 @@ class _Clients:
                 error = str(failure)
             with self.lock:
                 self.done.append(LoadRequest(number, sent, completion, error=error))
-                if completion is not None:
-                    self.last_end = time.perf_counter()
 
     def _next(self) -> int | None:
         """The next request, once it is time to send it, or None if none is sent any more."""
@@ -183,9 +156,10 @@ def run_slice(
         clients.ended.set()
         _join(threads, time.perf_counter() + LETTING_GO)
     with clients.lock:
-        done, seconds = tuple(clients.done), max(0.0, clients.last_end - began)
+        done = tuple(clients.done)
     if done and all(one.error for one in done):
         raise UserError(done[0].error)
+    seconds = max((one.sent + one.completion.seconds for one in done if one.completion is not None), default=0.0)
     return _measured(kind, LoadSlice(done, len(requests) - len(done), seconds), before, kind.counters(target.client))
 
 
@@ -207,7 +181,11 @@ def _measured(kind: ServerKind, answered: LoadSlice, before: Counters, after: Co
     tokens = answered.tokens
     together = ServerCompletion("", (), FinishReason.LENGTH, "", answered.seconds, usage_tokens=tokens)
     found = sum_of_drafts([(one.acceptance, one.completion.token_count) for one in requests if one.completion])
-    found = kind.acceptance(together, before, after) if found is None else _with_positions(found, before, after)
+    found = (
+        kind.acceptance(together, before, after)
+        if found is None
+        else with_positions(found, growth(before, after) or {})
+    )
     is_complete = not answered.unfinished and not answered.failures
     others = kind.other_tokens(tokens, before, after) if is_complete else None
     return replace(answered, requests=tuple(requests), acceptance=found, other_tokens=others)
@@ -240,14 +218,3 @@ def sum_of_drafts(parts: Sequence[tuple[ServerAcceptance | None, int | None]]) -
 def _sum(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def _with_positions(found: ServerAcceptance, before: Counters, after: Counters) -> ServerAcceptance:
-    """The drafts by position from the server's counters, if these have grown by the same numbers."""
-    grown = growth(before, after) or {}
-    same = (grown.get(DRAFTED), grown.get(ACCEPTED)) == (found.drafted, found.accepted)
-    if found.by_position or not same or not grown.get(PASSES):
-        return found
-    counts, passes = accepted_at(grown), grown[PASSES]
-    note = found.note if same_length(found.drafted, passes, len(counts)) else SHORT_DRAFTS
-    return replace(found, rounds=passes, by_position=positions(counts, passes), note=note)

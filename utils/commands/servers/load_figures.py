@@ -1,9 +1,9 @@
 """What /server load has measured: cells of servers and loads, their table, charts, sentences and request records."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any
 
 from utils.commands.experiments.race_results import OTHER_REASON
@@ -24,7 +24,7 @@ from utils.comparison.speed_claims import (
 )
 from utils.servers.address import ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance
-from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, percentile, sum_of_drafts
+from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, sum_of_drafts
 
 SHARES = (0.5, 0.9, 0.99)  # percentiles of times
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
@@ -38,11 +38,11 @@ NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
 GOODPUT = "Goodput counts the requests a second with {}."
 BY_POSITION = "acceptance by position of the draft"
-SENTENCES = {
-    FASTER: "{} is faster than {} with this many requests {}: {}.",
-    SLOWER: "{} is slower than {} with this many requests {}: {}.",
-    NOT_DISTINGUISHABLE: "{} is not distinguishable from {} with this many requests {}: {}.",
-    TOO_FEW: "{} was measured beside {} with this many requests {}: {}.",
+VERBS = {
+    FASTER: "is faster than",
+    SLOWER: "is slower than",
+    NOT_DISTINGUISHABLE: "is not distinguishable from",
+    TOO_FEW: "was measured beside",
 }
 ANSWER = {  # fields of the record of a request, and attributes of its answer
     "first_token_seconds": "first_seconds",
@@ -59,6 +59,15 @@ class Load:
 
     value: float
     is_rate: bool = False
+
+    @classmethod
+    def of(cls, row: Row) -> "Load":
+        """The load of a row."""
+        return cls(row["concurrency"] or row["rate"], is_rate=row["rate"] is not None)
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        return {"concurrency": None if self.is_rate else int(self.value), "rate": self.value if self.is_rate else None}
 
     @property
     def unit(self) -> str:
@@ -112,9 +121,7 @@ class LoadCell:
     def speed(self, turn: int) -> float | None:
         """Tokens per second in one turn. At a given rate of arrivals, only the time of each request tells a speed."""
         measured = self.slices.get(turn)
-        if measured is None:
-            return None
-        return measured.request_tokens_per_second if self.load.is_rate else measured.tokens_per_second
+        return None if measured is None else measured.speed(of_requests=self.load.is_rate)
 
     def figures(self, baseline: "LoadCell | None") -> dict[str, Any]:
         """The row of the cell, with the speed-up over the baseline in the same turns."""
@@ -125,11 +132,13 @@ class LoadCell:
         ratios = [] if baseline is None else list(_ratios(self, baseline))
         drafts = self._draft_figures(slices)
         saved_nothing = drafts["drafted"] and not drafts["accepted"]
+        seconds = sum(one.seconds for one in slices)
+        within = sum(map(self.limits.are_met, requests)) if str(self.limits) else None
         return {
             "server": self.address.name,
             "baseline": self.address.baseline if baseline is not None else None,
             "not_compared": other_machine(self.address, baseline.address) if baseline is not None else "",
-            **_load_figures(self.load),
+            **self.load.figures,
             "turns": self.turns,
             "fixed": self.is_fixed,
             "requests": len(done),
@@ -140,7 +149,9 @@ class LoadCell:
             "first_token_seconds": _percentiles([one.first_seconds for one in done]),
             "token_seconds": _percentiles([one.token_seconds for one in requests]),
             "request_seconds": _percentiles([one.seconds for one in done]),
-            **self._goodput(requests, sum(one.seconds for one in slices)),
+            "limits": str(self.limits),
+            "within_limits": within,
+            "goodput": within / seconds if within is not None and seconds else None,
             **drafts,
             "other_tokens": [one.other_tokens for one in slices],
             "disturbed": any(one.other_tokens for one in slices) or any(others),
@@ -150,24 +161,17 @@ class LoadCell:
 
     def _draft_figures(self, slices: Sequence[LoadSlice]) -> dict[str, Any]:
         """The drafts of all turns. If they are unknown in one turn, they are unknown."""
-        found, unknown = sum_of_drafts([(one.acceptance, one.tokens) for one in slices]), ServerAcceptance(0, 0)
-        drafts = found if found is not None and found.valid else unknown
-        tokens, is_known = [one.tokens or 0 for one in slices], drafts is not unknown
+        found = sum_of_drafts([(one.acceptance, one.tokens) for one in slices])
+        drafts = found if found is not None and found.valid else ServerAcceptance(0, 0, valid=False)
+        tokens = [one.tokens or 0 for one in slices]
         return {
-            "drafted": drafts.drafted if is_known else None,
-            "accepted": drafts.accepted if is_known else None,
+            "drafted": drafts.drafted if drafts.valid else None,
+            "accepted": drafts.accepted if drafts.valid else None,
             "tokens_per_target_forward": sum(tokens) / drafts.forwards if drafts.forwards and all(tokens) else None,
-            "accepted_by_position": [list(pair) for pair in drafts.by_position] if is_known else None,
+            "accepted_by_position": [list(pair) for pair in drafts.by_position] if drafts.valid else None,
             "acceptance_notes": [drafts.note] if drafts.note else [],
             "acceptance_unknown": reasons_unknown(one.acceptance for one in slices),
         }
-
-    def _goodput(self, requests: Sequence[LoadRequest], seconds: float) -> dict[str, Any]:
-        """The requests a second that keep the limits, if there are any. Failed ones keep none."""
-        if not str(self.limits):
-            return {"limits": "", "within_limits": None, "goodput": None}
-        within = sum(map(self.limits.are_met, requests))
-        return {"limits": str(self.limits), "within_limits": within, "goodput": within / seconds if seconds else None}
 
     def request_records(self) -> Iterator[dict[str, Any]]:
         """One record for each request, in the order of their ends."""
@@ -175,7 +179,7 @@ class LoadCell:
             for one in measured.requests:
                 yield {
                     "server": self.address.name,
-                    **_load_figures(self.load),
+                    **self.load.figures,
                     "turn": turn + 1,
                     "request": one.number + 1,
                     "sent_seconds": one.sent,
@@ -187,16 +191,10 @@ class LoadCell:
                 }
 
 
-LoadCells = Mapping[tuple[Load, str], LoadCell]
-
-
-def _load_figures(load: Load) -> dict[str, Any]:
-    return {"concurrency": None if load.is_rate else int(load.value), "rate": load.value if load.is_rate else None}
-
-
 def _percentiles(values: Sequence[float | None]) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    return [percentile(known, share) for share in SHARES] if known else None
+    """The smallest values that are at least as large as these shares of all values (nearest rank)."""
+    known = sorted(value for value in values if value is not None)
+    return [known[ceil(share * len(known)) - 1] for share in SHARES] if known else None
 
 
 def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
@@ -207,13 +205,6 @@ def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
         ours, theirs = cell.speed(turn), baseline.speed(turn)
         if ours and theirs and isfinite(ratio := ours / theirs):
             yield ratio
-
-
-def load_findings(cells: LoadCells, table: ResultTable) -> Iterator[Finding]:
-    """One finding for each cell with results, in the order of the plan."""
-    for (load, _), cell in cells.items():
-        if cell.slices:
-            yield table.finding(cell.figures(cells.get((load, cell.address.baseline or ""))))
 
 
 def _times(heading: str, key: str, *, drop: int = 0) -> ResultColumn:
@@ -231,15 +222,15 @@ def _requests_text(row: Row) -> str:
     return f"{row['requests']} of {sent}" if row["failed"] else str(sent)
 
 
-def _load(row: Row) -> Load:
-    return Load(row["concurrency"] or row["rate"], is_rate=row["rate"] is not None)
+LOAD = ResultColumn("load", lambda row: str(Load.of(row)))
+SERVER = figure("server", "server")
 
 
 def load_table(limits: LatencyLimits) -> ResultTable:
     """The columns. Goodput needs limits."""
     return ResultTable(
-        ResultColumn("load", lambda row: str(_load(row))),
-        figure("server", "server"),
+        LOAD,
+        SERVER,
         marked(figure("tokens/s", "tokens_per_second", "{:.1f}")),
         _times("first token", "first_token_seconds", drop=5),
         _times("per token", "token_seconds"),
@@ -256,14 +247,19 @@ def load_table(limits: LatencyLimits) -> ResultTable:
 def position_tables(findings: Sequence[Finding]) -> list[ReportTable]:
     """The acceptance of the first, second, ... draft token where it is known."""
     known = [row for row in figures_of(findings) if row["accepted_by_position"]]
-    longest = max((len(row["accepted_by_position"]) for row in known), default=0)
-    if not longest:
+    if not known:
         return []
-    rows = []
-    for row in known:
-        rates = [f"{accepted / verified:.3f}" for accepted, verified in row["accepted_by_position"]]
-        rows.append((str(_load(row)), row["server"], *rates, *[NOTHING] * (longest - len(rates))))
-    return [ReportTable(BY_POSITION, ("load", "server", *map(str, range(1, longest + 1))), tuple(rows))]
+    positions = map(_position, range(max(len(row["accepted_by_position"]) for row in known)))
+    table = ResultTable(LOAD, SERVER, *positions)
+    return [ReportTable(BY_POSITION, table.headings, tuple(table.finding(row).cells for row in known))]
+
+
+def _position(index: int) -> ResultColumn:
+    def shown(row: Row) -> str:
+        pairs = row["accepted_by_position"][index : index + 1]
+        return "".join(f"{accepted / verified:.3f}" for accepted, verified in pairs) or NOTHING
+
+    return ResultColumn(str(index + 1), shown)
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
@@ -280,7 +276,9 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     lines += dict.fromkeys(row["not_compared"] for row in rows if row["not_compared"])
     lines += [f"Acceptance: {note}." for note in dict.fromkeys(chain(*(row["acceptance_notes"] for row in rows)))]
     for name in dict.fromkeys(row["server"] for row in rows):
-        lines += server_notes(name, _whole([row for row in rows if row["server"] == name]), "turn")
+        own = [row for row in rows if row["server"] == name]
+        limited = {key: [*chain(*(row[key] for row in own))] for key in ("other_tokens", "acceptance_unknown")}
+        lines += dict.fromkeys(server_notes(name, limited, "turn"))
     lines += [FIXED] * rows[0]["fixed"]
     lines += [GOODPUT.format(rows[0]["limits"])] * bool(rows[0]["limits"])
     if not compared:
@@ -290,25 +288,19 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     return [*lines, MORE_TURNS if rows[0]["turns"] < MIN_VALUES else TURNS_MISSING]
 
 
-def _whole(rows: Sequence[Row]) -> Row:
-    """What limits the figures of a server at any load, so that it is said once."""
-    unknown = dict.fromkeys(chain(*(row["acceptance_unknown"] for row in rows)))
-    return {"other_tokens": [*chain(*(row["other_tokens"] for row in rows))], "acceptance_unknown": list(unknown)}
-
-
 def _comparison(rows: Sequence[Row]) -> list[str]:
-    verdicts = {row["verdict"] for row in rows}
-    lines = [_sentence(verdict, rows) for verdict in SENTENCES if verdict in verdicts] + _crossing(rows)
+    """A sentence for each verdict with its loads, and what limits them."""
+    lines, server, unit = list[str](), rows[0]["server"], Load.of(rows[0]).unit
+    for verdict, verb in VERBS.items():
+        about = "about " if verdict == TOO_FEW else ""
+        loads = [f"{Load.of(row).value:g} ({about}{speedup_text(row)})" for row in rows if row["verdict"] == verdict]
+        if loads:
+            baseline = rows[0]["baseline"]
+            lines.append(f"{server} {verb} {baseline} with this many requests {unit}: {', '.join(loads)}.")
+    lines += _crossing(rows)
     if any(row["verdict"] == FASTER and not row["drafted"] for row in rows):
-        lines.append(OTHER_REASON.format(rows[0]["server"]))
+        lines.append(OTHER_REASON.format(server))
     return [*lines, SAVED_NOTHING] if all(row["drafted"] and not row["accepted"] for row in rows) else lines
-
-
-def _sentence(verdict: str, rows: Sequence[Row]) -> str:
-    chosen = [row for row in rows if row["verdict"] == verdict]
-    about = "about " if verdict == TOO_FEW else ""
-    loads = ", ".join(f"{_load(row).value:g} ({about}{speedup_text(row)})" for row in chosen)
-    return SENTENCES[verdict].format(chosen[0]["server"], chosen[0]["baseline"], _load(chosen[0]).unit, loads)
 
 
 def _crossing(rows: Sequence[Row]) -> list[str]:
@@ -321,31 +313,29 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
         return []
     later = [row for row in rows[last + 1 :] if row["verdict"] != TOO_FEW]
     slower = next((row for row in later if row["verdict"] == SLOWER), None)
-    load = _load(rows[last])
+    load = Load.of(rows[last])
     if slower is not None:
-        return [STOPS.format(f"{load.value:g}", f"{_load(slower).value:g}", load.unit)]
+        return [STOPS.format(f"{load.value:g}", f"{Load.of(slower).value:g}", load.unit)]
     return [NO_GAIN.format(f"{load.value:g} request{'s' * (load.value != 1)}", load.unit)] if later else []
 
 
 def load_charts(findings: Sequence[Finding]) -> list[Chart]:
     """Throughput and the median time per token over the load."""
     rows = figures_of(findings)
-    loads = sorted({_load(row) for row in rows}, key=lambda load: load.value)
+    loads = sorted({Load.of(row) for row in rows}, key=lambda load: load.value)
     if len(loads) < 2:
         return []
     ticks, axis = [f"{load.value:g}" for load in loads], f"requests {loads[0].unit}"
-    speeds = _series(rows, loads, lambda row: row["tokens_per_second"])
-    times = _series(rows, loads, lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
+    by_server: dict[str, dict[Load, Row]] = {}
+    for row in rows:
+        by_server.setdefault(row["server"], {})[Load.of(row)] = row
+
+    def series(value: Callable[[Row], float | None]) -> dict[str, list[float | None]]:
+        """The values by load, with None for a load that was not measured."""
+        return {name: [value(own[load]) if load in own else None for load in loads] for name, own in by_server.items()}
+
+    times = series(lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
     return [
-        LineChart("throughput, tokens/s of all requests", axis, ticks, speeds),
+        LineChart("throughput, tokens/s of all requests", axis, ticks, series(lambda row: row["tokens_per_second"])),
         LineChart("milliseconds per token after the first, median", axis, ticks, times),
     ]
-
-
-def _series(
-    rows: Sequence[Row], loads: Sequence[Load], value: Callable[[Row], float | None]
-) -> dict[str, list[float | None]]:
-    """The values of each server by load, with None for a load that was not measured."""
-    found = {(row["server"], _load(row)): value(row) for row in rows}
-    names = dict.fromkeys(row["server"] for row in rows)
-    return {name: [found.get((name, load)) for load in loads] for name in names}

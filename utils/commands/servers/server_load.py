@@ -8,11 +8,11 @@ import re
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, cycle, islice, product
 from math import ceil, inf
 from random import Random
 
-from utils.bounds import WholeRange
+from utils.bounds import RealRange, WholeRange
 from utils.commands.experiments.race_runs import rotated, then_findings
 from utils.commands.servers.load_figures import (
     LatencyLimits,
@@ -20,11 +20,9 @@ from utils.commands.servers.load_figures import (
     LoadCell,
     conclusion,
     load_charts,
-    load_findings,
     load_table,
     position_tables,
 )
-from utils.commands.servers.server_words import Words, parse_numbers, parse_words
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import CommandContext
@@ -35,15 +33,14 @@ from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import TARGET
+from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerRequest
 from utils.servers.load_slice import LoadSlice, run_slice
 from utils.text import count_of
 
-CONCURRENCIES = (1, 2, 4, 8, 16)
-AT_ONCE = WholeRange(1, 64)
-RATE, LARGEST_RATE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)(?:/s)?", re.ASCII), 100  # arrivals a second
+CONCURRENCIES = "1,2,4,8,16"
+AT_ONCE, RATE = WholeRange(1, 64), RealRange("rate", 0.001, 100)  # requests, and arrivals a second
 SECONDS = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(ms|s)", re.ASCII)
 NUMBERS = {
     "requests": (40, WholeRange(1, 10_000)),
@@ -67,135 +64,119 @@ NO_ANSWER = "{} has not answered one request within {} s. More time is given wit
 TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What is measured. `fewest` is the minimum of requests in a turn, and `seconds` the time limit.
+@dataclass(slots=True)
+class LoadMeasurement:
+    """What is measured, and what was.
 
-    `length` counts new tokens. With `is_fixed`, answers do not end earlier. `reuses_prefix` permits prefix caching.
+    `prompts` are those that could be sent. `fewest` is the minimum of requests in a turn. `loads` and `turns` are
+    reduced to what fits into `seconds`. `length` counts new tokens, and with `is_fixed` answers do not end earlier.
+    `reuses_prefix` permits prefix caching. `cells` has the results in the order of measurement, `requests` one for
+    each prompt by server, and `singles` the time of one request to each server.
     """
 
+    harness: Harness
+    settings: Settings
     connections: Sequence[Connection]
-    texts: Sequence[str]
+    prompts: Sequence[str]
     loads: Sequence[Load]
     fewest: int
     turns: int
     length: int
     seconds: int
-    seed: int
-    is_fixed: bool = False
-    reuses_prefix: bool = False
-
-    def request(self, made: ServerRequest) -> ServerRequest:
-        """A request of this length."""
-        ends = replace(made, max_tokens=self.length, ignore_eos=self.is_fixed)
-        return replace(ends, reuses_prefix=self.reuses_prefix)
-
-    def per_turn(self, load: Load) -> int:
-        """Requests of one turn: each prompt equally often."""
-        return ceil(_fewest(load, self.fewest) / len(self.texts)) * len(self.texts)
-
-    def arrivals(self, load: Load, turn: int, count: int) -> list[float]:
-        """The random times of a Poisson process, the same for every server, or nothing for a closed loop."""
-        if not load.is_rate:
-            return []
-        random = Random(f"{self.seed} {turn}")
-        return list(accumulate((random.expovariate(load.value) for _ in range(count - 1)), initial=0.0))
-
-    def slices(self) -> Iterator[tuple[Load, int, Connection]]:
-        """Load, turn and server, in the order of the measurement. Servers take turns at going first."""
-        for load in self.loads:
-            for turn in range(self.turns):
-                for connection in rotated(self.connections, turn):
-                    yield load, turn, connection
-
-
-def _fewest(load: Load, fewest: int) -> int:
-    return max(fewest, ARRIVALS if load.is_rate else EACH * int(load.value))
-
-
-@dataclass(slots=True)
-class LoadMeasurement:
-    """Runs a plan. `cells` has the results, in the order of the plan, and `singles` the time of one request to each
-    server.
-    """
-
-    harness: Harness
-    settings: Settings
-    plan: LoadPlan
     limits: LatencyLimits
+    is_fixed: bool
+    reuses_prefix: bool
     cells: dict[tuple[Load, str], LoadCell] = field(default_factory=dict)
     requests: dict[str, Sequence[ServerRequest]] = field(default_factory=dict)
     singles: dict[str, float] = field(default_factory=dict)
 
+    def _at_least(self, load: Load) -> int:
+        return max(self.fewest, ARRIVALS if load.is_rate else EACH * int(load.value))
+
+    def _per_turn(self, load: Load) -> int:
+        """Requests of one turn: each prompt equally often."""
+        texts = len(next(iter(self.requests.values())))
+        return ceil(self._at_least(load) / texts) * texts
+
     def events(self) -> Iterator[ReportEvent]:
-        """Warm up at each load, choose what fits into the time, and measure that."""
+        """Warm up at each load, choose what fits into the time, and measure that. Servers take turns at going first."""
         yield from self._first_requests()
         yield from self._fit_into_time()
-        for load in self.plan.loads:
-            for address in (connection.address for connection in self.plan.connections):
-                cell = LoadCell(load, address, self.plan.turns, self.limits, self.plan.is_fixed)
-                self.cells[load, address.name] = cell
+        for load, connection in product(self.loads, self.connections):
+            cell = LoadCell(load, connection.address, self.turns, self.limits, self.is_fixed)
+            self.cells[load, connection.address.name] = cell
         began, notes = time.monotonic(), set[str]()
-        for load, turn, connection in self.plan.slices():
-            left = max(0.0, self.plan.seconds - (time.monotonic() - began))
-            name = connection.address.name
-            place = f"turn {turn + 1} of {self.plan.turns}"
-            yield Progress(f"{name}, {load}, {place}, at most {left:.0f} s left ...")
-            measured = self._send(load, turn, connection, count=self.plan.per_turn(load), limit=left)
-            if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
-                yield Note(TIME_OVER.format(self.plan.seconds))
-                return
-            self.cells[load, name].slices[turn] = measured
-            for failure in set(measured.failures) - notes:
-                yield Note(f"{name}, {load}: {failure}")
-            notes.update(measured.failures)
+        for load, turn in product(self.loads, range(self.turns)):
+            for connection in rotated(self.connections, turn):
+                left = max(0.0, self.seconds - (time.monotonic() - began))
+                name = connection.address.name
+                yield Progress(f"{name}, {load}, turn {turn + 1} of {self.turns}, at most {left:.0f} s left ...")
+                measured = self._send(load, turn, connection, count=self._per_turn(load), limit=left)
+                if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
+                    yield Note(TIME_OVER.format(self.seconds))
+                    return
+                self.cells[load, name].slices[turn] = measured
+                for failure in set(measured.failures) - notes:
+                    yield Note(f"{name}, {load}: {failure}")
+                notes.update(measured.failures)
 
     def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
-        sent = list(islice(cycle(self.requests[connection.address.name]), count))
-        arrivals = self.plan.arrivals(load, turn, count)
+        """Send so many requests. At a rate, they arrive at the random times of a Poisson process, the same for every
+        server.
+        """
+        sent, arrivals = list(islice(cycle(self.requests[connection.address.name]), count)), list[float]()
+        if load.is_rate:
+            random = Random(f"{self.settings.seed} {turn}")
+            arrivals = list(accumulate((random.expovariate(load.value) for _ in range(count - 1)), initial=0.0))
         return run_slice(connection, sent, concurrency=load.clients, arrivals=arrivals, limit=limit)
 
-    def _first_requests(self) -> Iterator[Progress]:
+    def _first_requests(self) -> Iterator[ReportEvent]:
         """Two requests to each server: the first answer includes the first use, the second one is timed."""
-        for connection in self.plan.connections:
+        texts = spaced(self.prompts, min(map(self._at_least, self.loads)))
+        if len(texts) < (count := len(self.prompts)):
+            yield Note(PART_SENT.format(len(texts), count_of(count, "prompt"), count * self.turns))
+        for connection in self.connections:
             name = connection.address.name
             yield Progress(f"warming up {name} ...")
-            makers = (request_maker(self.harness.loaded, text, self.settings) for text in self.plan.texts)
-            made = [make(connection.kind, connection.client) for make in makers]
-            self.requests[name] = list(map(self.plan.request, made))
+            makers = (request_maker(self.harness.loaded, text, self.settings) for text in texts)
+            made = (make(connection.kind, connection.client) for make in makers)
+            self.requests[name] = [
+                replace(one, max_tokens=self.length, ignore_eos=self.is_fixed, reuses_prefix=self.reuses_prefix)
+                for one in made
+            ]
             for _ in range(2):
-                one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.plan.seconds)
+                one = run_slice(connection, self.requests[name][:1], concurrency=1, limit=self.seconds)
                 if one.unfinished:
-                    raise UserError(NO_ANSWER.format(name, self.plan.seconds))
+                    raise UserError(NO_ANSWER.format(name, self.seconds))
             self.singles[name] = one.seconds
 
     def _fit_into_time(self) -> Generator[ReportEvent, None, None]:
         """Reduce the plan to what fits: fewer turns, but enough for a verdict, then fewer loads. Slices stay whole."""
-        plan, fewest = self.plan, min(self.plan.turns, MIN_VALUES)
+        fewest, planned = min(self.turns, MIN_VALUES), self.turns
         kept: dict[Load, float] = {}  # seconds of a turn of all servers
         dropped: dict[Load, float] = {}
-        for load in plan.loads:
+        for load in self.loads:
             seconds = self._estimate(load, self.singles)
-            if fewest * (sum(kept.values()) + seconds) <= plan.seconds:
+            if fewest * (sum(kept.values()) + seconds) <= self.seconds:
                 seconds = yield from self._warm_up(load)
-            fits = fewest * (sum(kept.values()) + seconds) <= plan.seconds
+            fits = fewest * (sum(kept.values()) + seconds) <= self.seconds
             (kept if fits else dropped)[load] = seconds
         if not kept:
             load, seconds = next(iter(dropped.items()))
             needed = ceil(fewest * seconds)
-            raise UserError(TOO_SHORT.format(plan.seconds, load, needed, count_of(fewest, "turn")))
-        turns = max(fewest, min(plan.turns, int(plan.seconds / sum(kept.values()))))
-        if dropped or turns < plan.turns:
+            raise UserError(TOO_SHORT.format(self.seconds, load, needed, count_of(fewest, "turn")))
+        turns = max(fewest, min(planned, int(self.seconds / sum(kept.values()))))
+        if dropped or turns < planned:
             without = f", but not for {', '.join(map(str, dropped))}" if dropped else ""
-            everything = ceil(plan.turns * sum((*kept.values(), *dropped.values())))
-            yield Note(LEFT_OUT.format(plan.seconds, f"{turns} of {plan.turns} turns", without, everything))
-        self.plan = replace(plan, loads=list(kept), turns=turns)
-        count = turns * len(plan.connections) * sum(map(plan.per_turn, kept))
+            everything = ceil(planned * sum((*kept.values(), *dropped.values())))
+            yield Note(LEFT_OUT.format(self.seconds, f"{turns} of {planned} turns", without, everything))
+        self.loads, self.turns = list(kept), turns
+        count = turns * len(self.connections) * sum(map(self._per_turn, kept))
         yield Note(f"{count_of(count, 'request')}: about {turns * sum(kept.values()):.0f} s.")
 
     def _estimate(self, load: Load, once: Mapping[str, float]) -> float:
         """The seconds of one turn of all servers. `once` has those of one request, or of as many as run at once."""
-        count = self.plan.per_turn(load)
+        count = self._per_turn(load)
         if load.is_rate:
             return sum(count / load.value + single for single in self.singles.values())
         # The first requests at a load may be slow, but requests never gain from being sent one by one.
@@ -204,94 +185,79 @@ class LoadMeasurement:
     def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
         """Send requests at this load to every server. Returns the estimated seconds of a turn of all servers."""
         once = dict[str, float]()
-        for connection in self.plan.connections:
+        for connection in self.connections:
             name, count = connection.address.name, WARM_UP_ARRIVALS if load.is_rate else load.clients
             yield Progress(f"warming up {name}, {load} ...")
-            sent = self._send(load, 0, connection, count=count, limit=self.plan.seconds)
+            sent = self._send(load, 0, connection, count=count, limit=self.seconds)
             once[name] = inf if sent.unfinished else sent.seconds
         return self._estimate(load, once)
 
 
 def load(argument: str, context: CommandContext) -> Outcome:
-    words = parse_words(argument, OPTIONS, most=2)
-    harness = context.harness
-    names = [address.name for address in harness.state.servers.addresses]
-    if not words.plain or not names:
+    plain, options = parse_words(split_words(argument), OPTIONS, most=2)
+    servers = context.harness.state.servers
+    names = [address.name for address in servers.addresses]
+    if not plain or not names:
         raise UserError(f"name a server of this session: {', '.join(names) or 'there is none'}; for example {EXAMPLE}")
-    name = check_choice(words.plain[0], tuple(names), "server")
-    texts = _texts(words.plain[1:], harness)
-    plan = _plan(words, texts, _with_baseline(name, harness), context.settings.seed)
-    limits = LatencyLimits(*(_seconds(option, words.options) for option in LIMITS))
-    measurement, table = LoadMeasurement(harness, context.settings, plan, limits), load_table(limits)
-    sizes = f"{'exactly' if plan.is_fixed else 'up to'} {count_of(plan.length, 'token')} a request"
+    name = check_choice(plain[0], tuple(names), "server")
+    baseline = servers.connections[name].address.baseline
+    connections = [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]
+    if len(plain) > 1:
+        prompts = [prompt.text for prompt in read_prompts(path_in(plain[1], EXAMPLE))]
+    else:
+        prompts = list(dict.fromkeys(context.harness.state.prompts))
+    if not prompts:
+        raise UserError(NO_PROMPT)
+    measurement = _measurement(context, connections, prompts, options)
+    cells, table = measurement.cells, load_table(measurement.limits)
+    sizes = f"{'exactly' if measurement.is_fixed else 'up to'} {count_of(measurement.length, 'token')} a request"
     report = Report(
-        *("server load", texts[0], context.settings, table.headings),
-        then_findings(_events(measurement, texts), lambda: load_findings(measurement.cells, table)),
+        *("server load", prompts[0], context.settings, table.headings),
+        then_findings(
+            measurement.events(),
+            lambda: [
+                table.finding(cell.figures(cells.get((load, cell.address.baseline or ""))))
+                for (load, _), cell in cells.items()
+                if cell.slices
+            ],
+        ),
         conclusion,
         charts=load_charts,
         tables=position_tables,
         optional=table.optional,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
-        details=lambda: [row for cell in measurement.cells.values() for row in cell.request_records()],
+        details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )
     return [RunReport(report)]
 
 
-def _events(measurement: LoadMeasurement, texts: Sequence[str]) -> Iterator[ReportEvent]:
-    plan = measurement.plan
-    if len(plan.texts) < len(texts):
-        every = len(texts) * plan.turns
-        yield Note(PART_SENT.format(len(plan.texts), count_of(len(texts), "prompt"), every))
-    yield from measurement.events()
-
-
-def _texts(file: Sequence[str], harness: Harness) -> list[str]:
-    """The prompts of a file as they are, or those of this session. Raises UserError without any."""
-    if not file:
-        texts = list(dict.fromkeys(harness.state.prompts))
-    else:
-        texts = [prompt.text for prompt in read_prompts(path_in(file[0], EXAMPLE))]
-    if not texts:
-        raise UserError(NO_PROMPT)
-    return texts
-
-
-def _plan(words: Words, texts: Sequence[str], connections: Sequence[Connection], seed: int) -> LoadPlan:
-    options, numbers = words.options, parse_numbers(words.options, NUMBERS)
+def _measurement(
+    context: CommandContext, connections: Sequence[Connection], prompts: Sequence[str], options: Mapping[str, str]
+) -> LoadMeasurement:
     for one, other in EITHER:
         if one in options and other in options:
             raise UserError(f"{one}= and {other}= exclude each other.")
-    loads = _rates(options["rate"]) if "rate" in options else _concurrencies(options.get("concurrency"))
-    fewest = ceil(numbers["requests"] / numbers["turns"])
-    is_fixed = "fixed" in options
-    return LoadPlan(
+    numbers, is_fixed = parse_numbers(options, NUMBERS), "fixed" in options
+    if "rate" in options:
+        rates = {RATE.parse(word.strip().removesuffix("/s")) for word in options["rate"].split(",")}
+        loads = [Load(rate, is_rate=True) for rate in sorted(rates)]
+    else:
+        counts = {AT_ONCE.parse(word.strip()) for word in options.get("concurrency", CONCURRENCIES).split(",")}
+        loads = [Load(count) for count in sorted(counts)]
+    return LoadMeasurement(
+        context.harness,
+        context.settings,
         connections,
-        spaced(texts, min(_fewest(load, fewest) for load in loads)),
+        prompts,
         loads,
-        fewest,
-        numbers["turns"],
-        numbers["fixed" if is_fixed else "length"],
-        numbers["seconds"],
-        seed,
-        is_fixed,
-        check_choice(options.get("cache", "off"), ("on", "off"), "cache") == "on",
+        fewest=ceil(numbers["requests"] / numbers["turns"]),
+        turns=numbers["turns"],
+        length=numbers["fixed" if is_fixed else "length"],
+        seconds=numbers["seconds"],
+        limits=LatencyLimits(*(_seconds(option, options) for option in LIMITS)),
+        is_fixed=is_fixed,
+        reuses_prefix=check_choice(options.get("cache", "off"), ("on", "off"), "cache") == "on",
     )
-
-
-def _concurrencies(text: str | None) -> list[Load]:
-    if text is None:
-        return [Load(count) for count in CONCURRENCIES]
-    return [Load(count) for count in sorted({AT_ONCE.parse(word.strip()) for word in text.split(",")})]
-
-
-def _rates(text: str) -> list[Load]:
-    rates = set[float]()
-    for word in text.split(","):
-        match = RATE.fullmatch(word.strip())
-        if match is None or not 0 < float(match[1]) <= LARGEST_RATE:
-            raise UserError(f"'{word}' is not a rate of up to {LARGEST_RATE} requests a second, for example rate=2/s.")
-        rates.add(float(match[1]))
-    return [Load(rate, is_rate=True) for rate in sorted(rates)]
 
 
 def _seconds(name: str, options: Mapping[str, str]) -> float | None:
@@ -302,10 +268,3 @@ def _seconds(name: str, options: Mapping[str, str]) -> float | None:
     if match is None or not float(match[1]):
         raise UserError(f"{name}={options[name]} is not a time, for example {name}=50ms or {name}=0.5s.")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
-
-
-def _with_baseline(name: str, harness: Harness) -> list[Connection]:
-    """The server, and its baseline if that is also a server."""
-    servers = harness.state.servers
-    baseline = servers.connections[name].address.baseline
-    return [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]

@@ -1,13 +1,12 @@
-"""/server start and stop: local servers of installed programs."""
+"""/server start: local servers of installed programs."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from utils.bounds import WholeRange
-from utils.commands.servers.server_words import parse_words
 from utils.commands.shared.columns import ResultTable, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, Reply, RunReport, UseServers
+from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import read_checkpoint
@@ -15,7 +14,14 @@ from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
 from utils.models.draft_head import is_head
 from utils.models.sources import Source, parse_path
-from utils.servers.address import ServerAddress, server_address, with_server, without_server
+from utils.servers.address import (
+    ServerAddress,
+    parse_numbers,
+    parse_words,
+    server_address,
+    split_words,
+    with_server,
+)
 from utils.servers.connection import ServerList
 from utils.servers.processes.local_servers import READY_SECONDS
 from utils.servers.processes.programs import (
@@ -32,9 +38,9 @@ from utils.servers.processes.programs import (
     command_line,
 )
 
-NUMBERS = {"draft": DRAFTS, "context": CONTEXT, "parallel": PARALLEL}
-WAIT = WholeRange(1, 86_400)  # seconds
-OPTIONS = ("target", "drafter", "draft", "method", "context", "parallel", "program", "name", "baseline", "wait")
+SIZES = {"draft": (None, DRAFTS), "context": (None, CONTEXT), "parallel": (None, PARALLEL)}
+WAIT = {"wait": (READY_SECONDS, WholeRange(1, 86_400))}
+OPTIONS = (*SIZES, *WAIT, "drafter", "method", "program", "name", "baseline")
 TABLE = ResultTable(
     figure("server", "server"),
     figure("URL", "url"),
@@ -57,34 +63,31 @@ EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
 
 def start(argument: str, context: CommandContext) -> Outcome:
-    words = parse_words(argument, OPTIONS, most=2)
-    if not words.plain:
+    ours, _, flags = f"{argument} ".partition(" -- ")
+    plain, options = parse_words(split_words(ours), OPTIONS, most=2)
+    if not plain:
         raise UserError(f"name a server kind: {', '.join(PROGRAMS)}; for example: {EXAMPLE}")
-    kind = check_choice(words.plain[0].lower(), tuple(PROGRAMS), "server kind")
-    options = dict(words.options)
-    if len(words.plain) > 1 and options.setdefault("target", words.plain[1]) != words.plain[1]:
-        raise UserError(f"there are two targets, {words.plain[1]} and {options['target']}; give one.")
+    kind = check_choice(plain[0].lower(), tuple(PROGRAMS), "server kind")
+    drafter = options.get("drafter", "")
     launch = Launch(
         kind,
-        options.get("target") or _target(kind, context),
-        drafter=options.get("drafter", ""),
-        method=options.get("method") or _method(kind, options.get("drafter", "")),
+        plain[1] if len(plain) > 1 else _target(kind, context),
+        drafter=drafter,
+        method=options.get("method") or _method(kind, drafter),
         program=options.get("program", ""),
-        draft=_number("draft", options),
-        context=_number("context", options),
-        parallel=_number("parallel", options),
-        flags=words.flags,
-    ).checked()
-    command_line(launch, 1)  # raises UserError for a program that is not installed
+        **parse_numbers(options, SIZES),
+        flags=tuple(split_words(flags)),
+    )
+    limit = parse_numbers(options, WAIT)["wait"]
+    command_line(launch, 1)  # raises UserError for what cannot be started
     servers = context.harness.state.servers
     name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
     # The address is still unknown, but its name and its baseline can be checked.
     placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
     with_server(servers.addresses, placeholder)
-    wait = WAIT.parse(options["wait"]) if "wait" in options else READY_SECONDS
     report = Report(
         *("server start", "", context.settings, TABLE.headings),
-        _starting(servers, placeholder, launch, wait),
+        _starting(servers, placeholder, launch, limit),
         _conclusion,
         title=f"/server start {kind}",
     )
@@ -97,7 +100,6 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit
         yield Progress(line)
     url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
     process = servers.local.process_of(address.name)
-    assert process is not None
     figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
     shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
     yield TABLE.finding(figures | shown | asdict(launch))
@@ -109,22 +111,13 @@ def _conclusion(findings: Sequence[Finding]) -> list[str]:
     return [*lines, *(UNTRIED.format(kind) for kind in kinds if not PROGRAMS[kind].was_run)]
 
 
-def _number(name: str, options: Mapping[str, str]) -> int | None:
-    if name not in options:
-        return None
-    try:
-        return NUMBERS[name].parse(options[name])
-    except UserError as error:
-        raise UserError(f"{name}=: {error}") from error
-
-
 def _target(kind: str, context: CommandContext) -> str:
     """The session's target if the server can load it, or the embedded model if no models are loaded."""
     harness = context.harness
     target = harness.pair.request.target if harness.has_pair else EMBEDDED
     if kind == LLAMA and target != EMBEDDED and not target.endswith(".gguf"):
         raise UserError(
-            f"llama.cpp needs a GGUF file or a repository with one, and the target is {target}: target=FILE."
+            f"llama.cpp needs a GGUF file or a repository with one, and the target is {target}: name one after {kind}."
         )
     return target
 
@@ -154,13 +147,3 @@ def free_name(launch: Launch, taken: list[str]) -> str:
     base = "-".join(filter(None, (launch.kind, launch.label)))
     names = [base, *(f"{base}-{number}" for number in range(2, len(taken) + 3))]
     return next(name for name in names if name not in taken)
-
-
-def stop(argument: str, context: CommandContext) -> Outcome:
-    servers = context.harness.state.servers
-    started = servers.local.names()
-    if not argument:
-        raise UserError(f"name a server that this session has started: {', '.join(started) or 'there is none'}.")
-    servers.local.launch_of(argument)  # raises UserError for a server that was not started here
-    left = without_server(servers.addresses, argument)
-    return [UseServers(left), Reply(f"server {argument} stopped")]

@@ -12,12 +12,11 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.race_results import RANGE, race_row, spread
 from utils.commands.experiments.race_runs import RaceItem, RaceResult, then_findings
-from utils.commands.servers.server_words import parse_words
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, figure, figures_of, marked
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
-from utils.comparison.charts import DotChart, DotRow
+from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.runs import Run
@@ -36,12 +35,13 @@ from utils.errors import UserError
 from utils.models import Count
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
+from utils.servers.address import parse_numbers, parse_words, split_words
 from utils.servers.connection import ServerList
 from utils.servers.processes.programs import DRAFTS, Launch
 from utils.text import count_of
 
-PASSES, REPEATS = 2, 3
-MAX_REPEATS = WholeRange(1, 100)
+PASSES = 2
+NUMBERS = {"repeats": (3, WholeRange(1, 100))}
 MOST = 16  # maximum number of draft lengths
 TABLE = ResultTable(
     figure("draft", "draft"),
@@ -54,7 +54,6 @@ TABLE = ResultTable(
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
     ResultColumn("text", lambda row: {None: NOTHING, True: "same", False: "differs"}[row["same_as_draft_0"]]),
 )
-OPTIONS = ("draft", "repeats")
 EXAMPLE = "/server sweep llama.cpp-ngram4 draft=0,2,4,8"
 NO_PROMPT = "a prompt is needed: send one first."
 BASE = "draft 0"
@@ -65,12 +64,12 @@ DIFFERENT = "The texts differ, so part of the difference in speed may come from 
 
 @dataclass(slots=True)
 class DraftLength:
-    """An arm: the server with one draft length, and its runs by (pass, repeat). `failure` says why it did not run."""
+    """An arm: the server with one draft length, and its runs by number. `failure` says why it did not run."""
 
     harness: Harness
     server: str
     launch: Launch
-    runs: dict[tuple[int, int], Run] = field(default_factory=dict)
+    runs: dict[int, Run] = field(default_factory=dict)
     failure: str = ""
 
     @property
@@ -88,25 +87,24 @@ class DraftLength:
 
 
 def sweep(argument: str, context: CommandContext) -> Outcome:
-    words = parse_words(argument, OPTIONS, most=1)
+    plain, options = parse_words(split_words(argument), ("draft", *NUMBERS), most=1)
     servers, prompts = context.harness.state.servers, context.harness.state.prompts
-    if not words.plain or "draft" not in words.options:
+    if not plain or "draft" not in options:
         raise UserError(f"name a server that this session has started, and draft lengths: {EXAMPLE}")
-    name = words.plain[0]
+    name = plain[0]
     launch = servers.local.launch_of(name)
     if not launch.drafter:
         raise UserError(f"{name} has no drafter, so draft lengths change nothing; /server start with drafter= first.")
-    drafts = _drafts(words.options["draft"])
-    repeats = MAX_REPEATS.parse(words.options["repeats"]) if "repeats" in words.options else REPEATS
+    drafts, repeats = _drafts(options["draft"]), parse_numbers(options, NUMBERS)["repeats"]
     if not prompts:
         raise UserError(NO_PROMPT)
-    lengths = [DraftLength(context.harness, name, launch.with_draft(draft)) for draft in drafts]
+    lengths = [DraftLength(context.harness, name, replace(launch, draft=draft)) for draft in drafts]
     item = RaceItem(1, Prompt(prompts[-1]), name, context.settings, lengths)
     each = f"{count_of(PASSES, 'start')} x {count_of(repeats, 'run')}"
     report = Report(
         *("server sweep", prompts[-1], context.settings, TABLE.headings),
         then_findings(
-            _restored(_measured(servers, item, lengths, repeats), servers, name),
+            _measured(servers, item, lengths, repeats),
             lambda: map(TABLE.finding, _rows(item, lengths)),
         ),
         conclusion,
@@ -124,48 +122,48 @@ def _drafts(text: str) -> list[int]:
     return drafts
 
 
-def _restored(events: Iterator[ReportEvent], servers: ServerList, name: str) -> Iterator[ReportEvent]:
-    """The events; then the server is restored."""
-    before = servers.local.launch_of(name)
-    try:
-        yield from events
-    finally:
-        for line in servers.restart(name, before):
-            yield Progress(line)
-
-
 def _measured(
     servers: ServerList, item: RaceItem, lengths: Sequence[DraftLength], repeats: int
 ) -> Iterator[ReportEvent]:
-    text, settings = item.prompt.text, item.settings
-    for number in range(PASSES):
-        for length in list(lengths)[:: -1 if number % 2 else 1]:
-            if length.failure:
-                continue
-            where = f"{item.group} with {length.name}, pass {number + 1} of {PASSES}"
-            runs: dict[tuple[int, int], Run] = {}
-            try:
-                for line in servers.restart(item.group, length.launch):
-                    yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
-                length.run(text, settings)  # the first answer includes the first use
-                for repeat in range(repeats):
-                    yield Progress(f"{where}: run {repeat + 1} of {repeats} ...")
-                    runs[number, repeat] = length.run(text, settings)
-            except UserError as error:
-                length.failure = str(error)
-                yield Note(f"{length.name}: {error}")
-            length.runs |= runs
+    """Two passes over the lengths; then the server is restored."""
+    before = servers.local.launch_of(item.group)
+    try:
+        for number in range(PASSES):
+            for length in list(lengths)[:: -1 if number % 2 else 1]:
+                if not length.failure:
+                    yield from _runs(servers, item, length, range(number * repeats, (number + 1) * repeats))
+    finally:
+        for line in servers.restart(item.group, before):
+            yield Progress(line)
+
+
+def _runs(servers: ServerList, item: RaceItem, length: DraftLength, numbers: range) -> Iterator[ReportEvent]:
+    """One start of the server and these runs. An error is noted."""
+    where = f"{item.group} with {length.name}, pass {numbers.start // len(numbers) + 1} of {PASSES}"
+    runs: dict[int, Run] = {}
+    try:
+        for line in servers.restart(item.group, length.launch):
+            yield Progress(Count(f"{where}: {line}") if isinstance(line, Count) else f"{where}: {line}")
+        length.run(item.prompt.text, item.settings)  # the first answer includes the first use
+        for number in numbers:
+            yield Progress(f"{where}: run {number - numbers.start + 1} of {len(numbers)} ...")
+            runs[number] = length.run(item.prompt.text, item.settings)
+    except UserError as error:
+        length.failure = str(error)
+        yield Note(f"{length.name}: {error}")
+    length.runs |= runs
 
 
 def _rows(item: RaceItem, lengths: Sequence[DraftLength]) -> Iterator[dict[str, Any]]:
     """The figures of each length. Runs of the same number in the same pass are compared."""
-    places = dict.fromkeys(place for length in lengths for place in length.runs)
-    runs = ([(one, (one.runs[place],)) for one in lengths if place in one.runs] for place in places)
-    results = [result for number, paired in enumerate(runs) for result in RaceResult.of(item, number, paired)]
+    results: list[RaceResult] = []
+    for number in dict.fromkeys(number for length in lengths for number in length.runs):
+        runs = [(length, (length.runs[number],)) for length in lengths if number in length.runs]
+        results += RaceResult.of(item, number, runs)
     for length in lengths:
         if own := [result for result in results if result.arm is length]:
             same = [result.same for result in own if result.same is not None]
-            row = race_row(item.group, own) | {"setting": length.name, "draft": length.launch.drafts}
+            row = race_row(item.group, own) | {"draft": length.launch.drafts}
             yield row | {"same_as_draft_0": all(same) if same else None}
 
 
@@ -177,32 +175,29 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     others = [row for row in rows if row["draft"]]
     if not any(row["verdict"] == BASELINE for row in rows):
         best = max(rows, key=lambda row: median(row["tokens_per_second"]))
-        return [NO_BASE, f"The highest is {best['setting']}: {median(best['tokens_per_second']):.1f} tokens/s."]
+        return [NO_BASE, f"The highest is {best['strategy']}: {median(best['tokens_per_second']):.1f} tokens/s."]
     compared = [row for row in others if row["speedup"] is not None and not row["without_gain"]]
-    lines = [f"{row['setting']}: no draft saved a forward pass." for row in others if row["without_gain"]]
+    lines = [f"{row['strategy']}: no draft saved a forward pass." for row in others if row["without_gain"]]
     if compared:
         lines.append(_best(max(compared, key=lambda row: float(row["speedup"]))))
     if any(row["same_as_draft_0"] is False for row in others):
         lines.append(DIFFERENT)
-    lines += [line for row in rows for line in server_notes(row["setting"], row)]
+    lines += [line for row in rows for line in server_notes(row["strategy"], row)]
     return [*lines, MEASURED] if compared else lines
 
 
 def _best(row: Row) -> str:
     text = claim_text(row)
     if row["verdict"] == FASTER:
-        return f"{row['setting']} is the fastest: {text}."
+        return f"{row['strategy']} is the fastest: {text}."
     if row["verdict"] == TOO_FEW:
-        return f"The highest is {row['setting']}: {text}, but there are too few runs to tell."
-    return f"No draft length is measurably faster than {BASE}; the highest is {row['setting']}: {text}."
+        return f"The highest is {row['strategy']}: {text}, but there are too few runs to tell."
+    return f"No draft length is measurably faster than {BASE}; the highest is {row['strategy']}: {text}."
 
 
 def sweep_charts(findings: Sequence[Finding]) -> list[DotChart]:
     """The speed-up of each run over draft 0, or the throughput of each run without draft 0."""
     rows = figures_of(findings)
-    if any(row["speedups"] for row in rows if row["draft"]):
-        dots = [DotRow(row["setting"], row["speedups"], series=row["setting"]) for row in rows if row["speedups"]]
-        dots = [dot for dot in dots if dot.label != BASE]
-        return [DotChart(f"speed-up over {BASE}, one dot per run", "speed-up", dots, 1.0, BASE)]
-    speeds = [DotRow(row["setting"], row["tokens_per_second"], series=row["setting"]) for row in rows]
-    return [DotChart("throughput, one dot per run", "tokens/s", speeds)]
+    compared = [row for row in rows if row["draft"] and row["speedups"]]
+    chosen = compared or [row | {"speedups": []} for row in rows]
+    return [repeats_chart([(row["strategy"], row) for row in chosen], over=BASE)]

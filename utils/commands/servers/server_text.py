@@ -4,25 +4,22 @@ The questions are those of /audit and /texts: are equal requests answered equall
 rounding tie? A tie is shown without probabilities: the baseline itself yields either token.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 
 from utils.bounds import WholeRange
-from utils.commands.servers.server_words import parse_numbers
 from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import request_maker
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
-from utils.models.sources import parse_path
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import TARGET
+from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError
@@ -38,7 +35,14 @@ UNANSWERED = "The server {} has not answered all requests within {:.0f} s."
 MOST_EXAMINED = 8  # differences; each needs one more request
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 TOKEN, CHARACTER = "token", "character"
-OPTION = re.compile(r"(\w+)=(\S*)", re.ASCII)
+TIE, UNKNOWN = "rounding tie", "unknown"  # why a text differs from the baseline's; only a tie can be shown
+REASONS = {
+    TIE: "{} takes the other token itself if it computes the same tokens as part of a prompt, so either token can win.",
+    UNKNOWN: "{} was not seen to take the other token; it may be a rounding tie all the same. Check that both servers "
+    "have the same weights, number format and sampling defaults; if so, and if there are many differences, report them "
+    "to the server's authors.",
+}
+EXAMPLE = "/server text spec, where spec has a baseline"
 OWN_PROMPTS = (
     "Repeat this list three times: apples, pears, plums, figs.",
     "Write a short story about a lighthouse keeper and a storm.",
@@ -71,13 +75,6 @@ TABLE = ResultTable(
 )
 
 
-class TextCause(StrEnum):
-    """Why a text differs from the baseline's. Only a tie can be shown."""
-
-    TIE = "rounding tie"
-    UNKNOWN = "unknown"
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """The text of an answer, and its token ids if the server returns them."""
@@ -89,85 +86,63 @@ class Output:
     def of(cls, completion: ServerCompletion) -> "Output":
         return cls(completion.text, completion.token_ids)
 
-    def difference(self, other: "Output") -> int | None:
-        """The index of the first difference or None. It counts tokens if both have ids, otherwise characters."""
+    def difference(self, other: "Output") -> tuple[int, str] | None:
+        """The index of the first difference or None, in tokens if both have ids, otherwise in characters."""
         if self.token_ids is not None and other.token_ids is not None:
-            return first_difference(self.token_ids, other.token_ids)
-        return first_difference(self.text, other.text)
-
-    def unit(self, other: "Output") -> str:
-        """The unit of `difference`."""
-        return TOKEN if self.token_ids is not None and other.token_ids is not None else CHARACTER
+            place, unit = first_difference(self.token_ids, other.token_ids), TOKEN
+        else:
+            place, unit = first_difference(self.text, other.text), CHARACTER
+        return None if place is None else (place, unit)
 
 
 @dataclass(frozen=True, slots=True)
 class TextTrial:
     """What is compared. Without a baseline, the trial only checks that equal requests get equal texts.
 
-    `requests` has the greedy requests of each server, one for each prompt. `repeats` is the number for every prompt in
-    each check. `outputs` are keyed by check and server and indexed by prompt.
+    `connections` are the baseline, if there is one, and the server; the texts of the first one without other requests
+    are the reference. `requests` has the greedy requests of each, one for each prompt. `repeats` is the number for
+    every prompt in each check. `outputs` are keyed by check and server and indexed by prompt.
     """
 
-    server: Connection
-    baseline: Connection | None
+    connections: Sequence[Connection]
     prompts: tuple[str, ...]
     requests: dict[str, list[ServerRequest]]
     repeats: int
     concurrency: int
     outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
 
-    @property
-    def connections(self) -> list[Connection]:
-        return [self.server] if self.baseline is None else [self.baseline, self.server]
-
-    @property
-    def reference(self) -> Connection:
-        """The server whose texts, without other requests, are the reference."""
-        return self.baseline or self.server
+    def reference(self, number: int) -> Output:
+        """The text of a prompt that others are compared with."""
+        return self.outputs[ALONE, self.connections[0].address.name][number][0]
 
 
 def text(argument: str, context: CommandContext) -> Outcome:
-    """The subcommand: NAME [FILE] [repeats=3] [concurrency=4] [limit=4]."""
-    name, file, options = _parsed(argument)
-    servers = context.harness.state.servers
-    check_choice(name, tuple(servers.connections), "server")
-    server = servers.connections[name]
-    if server.address.baseline == TARGET:
+    words, values = parse_words(split_words(argument), tuple(OPTIONS), most=2)
+    options, servers = parse_numbers(values, OPTIONS), context.harness.state.servers
+    if not words:
+        raise UserError(f"which server? For example {EXAMPLE}.")
+    name = check_choice(words[0], tuple(servers.connections), "server")
+    other = servers.connections[name].address.baseline
+    if other == TARGET:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
-    baseline = None if server.address.baseline is None else servers.connections[server.address.baseline]
-    differing = [] if file else servers.other_texts.get(name, [])
-    found = differing or _prompts_of(file)
+    connections = [servers.connections[one] for one in (other, name) if one is not None]
+    differing: list[str] = []
+    if len(words) > 1:
+        found = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))]
+    else:
+        differing = servers.other_texts.get(name, [])
+        found = differing or list(OWN_PROMPTS)
+    if not found:
+        raise UserError(f"the prompts file {words[1]} has no prompts: write one per line.")
     prompts = spaced(found, options["limit"])
-    trial = TextTrial(server, baseline, prompts, {}, options["repeats"], options["concurrency"])
-    compared = "" if baseline is None else f" compared with {baseline.address.name}"
-    title = f"/server text {name}{compared}, {_chosen_text(prompts, differing)}"
-    conclude = partial(conclusion, name, None if baseline is None else baseline.address.name)
+    trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
     report = Report(
-        "server_text", prompts[0], context.settings, TABLE.headings, _events(trial, context), conclude, title=title
+        *("server_text", prompts[0], context.settings, TABLE.headings),
+        _events(trial, context),
+        partial(conclusion, name, other),
+        title=f"/server text {name}{f' compared with {other}' * bool(other)}, {_chosen_text(prompts, differing)}",
     )
     return [RunReport(report)]
-
-
-def _parsed(argument: str) -> tuple[str, str, dict[str, int]]:
-    """The server's name, the prompts file or an empty text, and the values of all options."""
-    values, words = dict[str, str](), list[str]()
-    for word in argument.split():
-        if (option := OPTION.fullmatch(word)) and option[1] in OPTIONS:
-            values[option[1]] = option[2]
-        else:
-            words.append(word)
-    if not words:
-        raise UserError("which server? For example /server text spec, where spec has a baseline.")
-    return words[0], " ".join(words[1:]), parse_numbers(values, OPTIONS)
-
-
-def _prompts_of(file: str) -> list[str]:
-    """The prompts of a file, or the command's own prompts. Raises UserError for a file without prompts."""
-    if not file:
-        return list(OWN_PROMPTS)
-    if found := [prompt.text for prompt in read_prompts(parse_path(file))]:
-        return found
-    raise UserError(f"the prompts file {file} has no prompts: write one per line.")
 
 
 def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:
@@ -247,23 +222,19 @@ def _run_together(trial: TextTrial, connection: Connection) -> None:
     trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
 
 
-def _reference(trial: TextTrial, number: int) -> Output:
-    return trial.outputs[ALONE, trial.reference.address.name][number][0]
-
-
-def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int]]:
-    """(prompt, text, position) of the first text of each prompt that differs from the reference.
+def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int, str]]:
+    """(prompt, text, position, unit) of the first text of each prompt that differs from the reference.
 
     Under load, only texts count that the server does not generate alone.
     """
     found = []
     for number, outputs in enumerate(trial.outputs[check, name]):
-        reference = _reference(trial, number)
+        reference = trial.reference(number)
         known = trial.outputs[ALONE, name][number] if check == LOAD else []
-        places = ((output, output.difference(reference)) for output in outputs if output not in known)
-        differing = next(((output, place) for output, place in places if place is not None), None)
-        if differing is not None:
-            found.append((number, *differing))
+        for output in outputs:
+            if output not in known and (place := output.difference(reference)):
+                found.append((number, output, *place))
+                break
     return found
 
 
@@ -289,15 +260,14 @@ def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
     places = [
         (check, connection.address.name, *unlike)
         for check in (ALONE, LOAD)
-        if (check, trial.server.address.name) in trial.outputs
+        if (check, trial.connections[-1].address.name) in trial.outputs
         for connection in trial.connections
         for unlike in _unlike(trial, check, connection.address.name)
     ]
     if len(places) > MOST_EXAMINED:
         yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
-    for check, name, number, ours, place in places[:MOST_EXAMINED]:
+    for check, name, number, ours, place, unit in places[:MOST_EXAMINED]:
         yield Progress(f"examining prompt {number + 1} of {name} ...")
-        unit, cause = ours.unit(_reference(trial, number)), cause_of(trial, number, ours, place)
         yield TABLE.finding(
             {
                 "check": WHERE,
@@ -308,66 +278,60 @@ def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
                 "number": number + 1,
                 "first_difference": place,
                 "first_difference_in": f"{unit}s",
-                "cause": cause.value,
+                "cause": cause_of(trial, number, ours, place) if unit == TOKEN else UNKNOWN,
             }
         )
 
 
-def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> TextCause:
+def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> str:
     """A tie if the reference itself yields the other token when it computes the same tokens in a prefill.
 
     A prefill and decode steps round differently, as a verify pass does.
     """
-    request = trial.requests[trial.reference.address.name][number]
-    if not isinstance(request.prompt, tuple) or ours.unit(_reference(trial, number)) != TOKEN:
-        return TextCause.UNKNOWN
-    before, other = (ours.token_ids or ())[:place], (ours.token_ids or ())[place : place + 1]
+    request, ids = trial.requests[trial.connections[0].address.name][number], ours.token_ids or ()
+    if not isinstance(request.prompt, tuple) or not ids[place:]:
+        return UNKNOWN
+    prefill = replace(request, prompt=(*request.prompt, *ids[:place]), max_tokens=1)
     try:
-        again = _ask(trial.reference, replace(request, prompt=(*request.prompt, *before), max_tokens=1)).token_ids
+        again = _ask(trial.connections[0], prefill).token_ids
     except UserError:  # for example if the context is one token too long
-        return TextCause.UNKNOWN
-    return TextCause.TIE if again and again == other else TextCause.UNKNOWN
+        return UNKNOWN
+    return TIE if again == ids[place : place + 1] else UNKNOWN
 
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
     """The sentences, the most important one first."""
-    rows: dict[tuple[str, str], Row] = {(row["check"], row["server"]): row for row in figures_of(findings)}
-    found = [row for row in figures_of(findings) if row["check"] == WHERE]
+    figures = figures_of(findings)
+    rows: dict[tuple[str, str], Row] = {(row["check"], row["server"]): row for row in figures}
+    found = [row for row in figures if row["check"] == WHERE]
     alone = [row for (check, _), row in rows.items() if check == ALONE]
     if len(alone) < (1 if baseline is None else 2):
         return []  # interrupted before the first comparison
+    causes = {row["cause"] for row in found}
+    reasons = [f"{cause}: {REASONS[cause].format(baseline or name)}" for cause in REASONS if cause in causes]
     if unsteady := [str(row["server"]) for row in alone if row["unique_texts"] != 1]:
         return [
             f"Not deterministic: {' and '.join(unsteady)} answered equal requests with different texts, although no "
             "other request was sent. So a difference cannot be attributed to speculation.",
-            *_reasons(found, baseline or name),
+            *reasons,
         ]
-    first = _repeats(name, alone[0]) if baseline is None else _same_text(name, baseline, rows[ALONE, name], found)
-    return [first, *_under_load(name, baseline, rows), *_reasons(found, baseline or name)]
+    return [_same_text(name, baseline, rows[ALONE, name], found), *_under_load(name, baseline, rows), *reasons]
 
 
-def _repeats(name: str, row: Row) -> str:
+def _same_text(name: str, baseline: str | None, row: Row, found: Sequence[Row]) -> str:
     requests, prompts = count_of(row["requests"], "request"), count_of(row["prompts"], "prompt")
-    return (
-        f"Deterministic: {requests} for {prompts} got equal texts from {name}. With baseline=SERVER in "
-        "its /server add, they are compared with those without speculation."
-    )
-
-
-def _same_text(name: str, baseline: str, row: Row, found: Sequence[Row]) -> str:
-    prompts, differing = row["prompts"], row["differing_prompts"]
-    if not differing:
-        length = f" of up to {count_of(row['tokens'], 'token')}" if row["tokens"] else ""
-        requests = count_of(row["requests"], "request")
+    if baseline is None:
         return (
-            f"The text of {name} is that of {baseline}: equal for {count_of(prompts, 'prompt')} "
-            f"({requests} to each server{length})."
+            f"Deterministic: {requests} for {prompts} got equal texts from {name}. With baseline=SERVER in "
+            "its /server add, they are compared with those without speculation."
         )
-    causes = [figures["cause"] for figures in found if figures["under"] == ALONE and figures["server"] == name]
-    counted = ", ".join(f"{causes.count(cause.value)} {cause.value}" for cause in TextCause if cause.value in causes)
-    return f"The text of {name} is not that of {baseline} for {differing} of {count_of(prompts, 'prompt')}" + (
-        f": {counted}." if counted else "."
-    )
+    if not row["differing_prompts"]:
+        length = f" of up to {count_of(row['tokens'], 'token')}" if row["tokens"] else ""
+        return f"The text of {name} is that of {baseline}: equal for {prompts} ({requests} to each server{length})."
+    causes = [one["cause"] for one in found if one["under"] == ALONE and one["server"] == name]
+    counted = ", ".join(f"{causes.count(cause)} {cause}" for cause in REASONS if cause in causes)
+    differing = f"The text of {name} is not that of {baseline} for {row['differing_prompts']} of {prompts}"
+    return f"{differing}: {counted}." if counted else f"{differing}."
 
 
 def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Row]) -> list[str]:
@@ -383,21 +347,3 @@ def _under_load(name: str, baseline: str | None, rows: dict[tuple[str, str], Row
     if baseline in changed:
         sentence += f" {baseline} does so without speculation: its results depend on the batch."
     return [sentence]
-
-
-def _reasons(found: Sequence[Row], reference: str) -> list[str]:
-    """One sentence for each cause that occurs."""
-    causes = {figures["cause"] for figures in found}
-    lines = []
-    if TextCause.TIE.value in causes:
-        lines.append(
-            f"rounding tie: {reference} takes the other token itself if it computes the same tokens as part of a "
-            "prompt, so either token can win."
-        )
-    if TextCause.UNKNOWN.value in causes:
-        lines.append(
-            f"unknown: {reference} was not seen to take the other token; it may be a rounding tie all the same. Check "
-            "that both servers have the same weights, number format and sampling defaults; if so, and if there are "
-            "many differences, report them to the server's authors."
-        )
-    return lines

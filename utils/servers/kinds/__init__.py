@@ -3,13 +3,22 @@ the table.
 """
 
 from utils.servers.kinds.llama_cpp import LlamaCppKind
-from utils.servers.kinds.server_kind import ServerKind, ServerReader
+from utils.servers.kinds.server_kind import ServerError, ServerKind, ServerReader
 from utils.servers.kinds.vllm import SglangKind, VllmKind
 
-# The first kind that recognises a server is used, so the fallback is last.
-KINDS = (LlamaCppKind(), VllmKind(), SglangKind(), ServerKind())
+KINDS = (LlamaCppKind(), VllmKind(), SglangKind())
+INTERNAL_ERROR = 500  # the first status of errors on the server's side
 
 
 def recognise(server: ServerReader) -> ServerKind:
-    """The kind of a server. Raises ServerError if it cannot be reached."""
-    return next(kind for kind in KINDS if kind.recognises(server))
+    """The kind of a server, by the owner of its first model. Raises ServerError if it cannot be reached."""
+    owner = ""
+    try:
+        owner = str(server.get_json("/v1/models")["data"][0]["owned_by"])
+    except (LookupError, TypeError):
+        pass
+    except ServerError as error:
+        # `transformers serve` fails here without a folder of downloaded models, but answers other requests.
+        if (error.status or 0) < INTERNAL_ERROR:
+            raise
+    return next((kind for kind in KINDS if kind.owner == owner), ServerKind())

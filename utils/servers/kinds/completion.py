@@ -156,11 +156,6 @@ class ServerCompletion:
         return later / seconds if later > 0 else None
 
 
-def finish_of(reason: str) -> FinishReason:
-    """The finish reason of a complete answer, from the server's word for it."""
-    return FinishReason.LENGTH if reason in ("length", "limit", "max_tokens") else FinishReason.STOP
-
-
 def believed(count: Any, most: int = MAX_COUNT) -> int | None:
     """A server's number, or None unless it is a whole number from 0 to `most`."""
     return count if type(count) is int and 0 <= count <= most else None

@@ -19,20 +19,12 @@ from utils.servers.kinds.completion import (
     ServerRequest,
 )
 from utils.servers.kinds.server_kind import (
-    ACCEPTED,
-    DRAFTED,
     ODD_FIGURES,
-    PASSES,
-    SHORT_DRAFTS,
     ServerKind,
     ServerReader,
-    accepted_at,
-    draft_counters,
     growth,
-    owner_of,
-    positions,
-    same_length,
     tokenized,
+    with_positions,
 )
 
 GENERATED = "tokens_predicted"
@@ -50,16 +42,15 @@ class LlamaCppKind(ServerKind):
     """
 
     name: ClassVar[str] = "llama.cpp"
+    owner: ClassVar[str] = "llamacpp"
     takes_token_ids: ClassVar[bool] = True
     generated: ClassVar[str] = GENERATED
+    prefix: ClassVar[str] = "llamacpp:"  # of /metrics, which exists only with the option --metrics
     figures: ClassVar[tuple[str, ...]] = ("timings",)
-
-    def recognises(self, server: ServerReader) -> bool:
-        return owner_of(server) == "llamacpp"
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, Chat):
-            found = server.post_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
+            found = server.get_json("/apply-template", {"messages": [dict(message) for message in text.messages]})
             if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
                 return None
             # A first token that the tokenizer adds is left out of the template's text.
@@ -101,10 +92,6 @@ class LlamaCppKind(ServerKind):
         finish = FINISH.get(event.get("stop_type", ""), "stop")
         return Piece(event["content"], ids, finish, event.get("tokens_evaluated"), event["tokens_predicted"])
 
-    def counters(self, server: ServerReader) -> Counters:
-        """The figures of /metrics, which exists only with the option --metrics."""
-        return draft_counters(server, "llamacpp:", GENERATED)
-
     def decode_rate(self, figures: Mapping[str, Any]) -> float | None:
         """Its clock starts at the first token."""
         try:
@@ -118,17 +105,8 @@ class LlamaCppKind(ServerKind):
         numbers.
         """
         timings = completion.figures.get("timings")
-        return _from_answer(timings, growth(before, after) or {}) if timings else None
-
-
-def _from_answer(timings: Mapping[str, int], grown: Mapping[str, int]) -> ServerAcceptance | None:
-    if not timings.get("draft_n"):
-        return None
-    drafted, accepted = timings["draft_n"], timings["draft_n_accepted"]
-    forwards = timings["predicted_n"] - accepted
-    expected = (drafted, accepted, timings["predicted_n"])
-    if not grown.get(PASSES) or tuple(grown.get(name) for name in (DRAFTED, ACCEPTED, GENERATED)) != expected:
-        return ServerAcceptance(drafted, accepted, forwards=forwards)
-    counts, passes = accepted_at(grown), grown[PASSES]
-    note = "" if same_length(drafted, passes, len(counts)) else SHORT_DRAFTS
-    return ServerAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)
+        if not timings or not timings.get("draft_n"):
+            return None
+        drafted, accepted, tokens = (timings[name] for name in ("draft_n", "draft_n_accepted", "predicted_n"))
+        found, grown = ServerAcceptance(drafted, accepted, forwards=tokens - accepted), growth(before, after) or {}
+        return with_positions(found, grown) if grown.get(GENERATED) == tokens else found

@@ -6,6 +6,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import isfinite
 from typing import Any, ClassVar, Protocol
@@ -23,7 +24,6 @@ from utils.servers.kinds.completion import (
 )
 from utils.text import count_of
 
-INTERNAL_ERROR = 500  # the first status of errors on the server's side
 PASSES, DRAFTED, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
 BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 DRAFT_COUNTERS = (PASSES, DRAFTED, ACCEPTED, BY_POSITION)
@@ -47,32 +47,29 @@ class ServerReader(Protocol):
     """Requests for pages of one server. Paths begin with a slash and are below its root.
 
     Methods return None if the server has no such path or its answer has another form. They raise ServerError if it
-    cannot be reached. `post_json` sends a JSON body.
+    cannot be reached. `get_json` sends a JSON body if there is one.
     """
 
-    def get_json(self, path: str) -> Any: ...
+    def get_json(self, path: str, body: Mapping[str, Any] | None = None) -> Any: ...
 
     def get_text(self, path: str) -> str | None: ...
-
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Any: ...
 
 
 class ServerKind:
     """Text prompts and chats, tokens counted by usage, and no drafts. A kind has no state.
 
-    `name` is its name in records. `takes_token_ids` is True if a prompt can be a list of token ids. `figures` are the
-    names of the fields of events with figures beyond OpenAI's protocol. `generated` is the counter of all new tokens,
-    or empty.
+    `name` is its name in records, and `owner` that of its models in /v1/models, or empty. `takes_token_ids` is True if
+    a prompt can be a list of token ids. `figures` are the names of the fields of events with figures beyond OpenAI's
+    protocol. `generated` is the counter of all new tokens, or empty without counters, and `prefix` begins the names of
+    counters.
     """
 
     name: ClassVar[str] = "openai"
+    owner: ClassVar[str] = ""
     takes_token_ids: ClassVar[bool] = False
     figures: ClassVar[tuple[str, ...]] = ()
     generated: ClassVar[str] = ""
-
-    def recognises(self, server: ServerReader) -> bool:
-        """Whether the server has this kind, by paths that only this kind has."""
-        return True
+    prefix: ClassVar[str] = ""
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         """The server's own token ids of a text, or of the messages of a chat in the server's template; None if unknown.
@@ -142,8 +139,18 @@ class ServerKind:
         return None
 
     def counters(self, server: ServerReader) -> Counters:
-        """The server's current figures, which are read before and after a request. Empty without such figures."""
-        return {}
+        """The server's current counters of drafts and generated tokens in /metrics. Empty without such figures.
+
+        They belong to the whole server. They are valid for a request if no other tokens were generated between the
+        reading before it and the one after it.
+        """
+        if not self.generated:
+            return {}
+        try:
+            page = server.get_text("/metrics") or ""
+        except UserError:  # the page may be closed to clients; completions report a lost server
+            return {}
+        return metric_values(page, self.prefix, (*DRAFT_COUNTERS, self.generated))
 
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """The drafts of a request, or None if nothing was drafted or known, or if the figures cannot be true."""
@@ -165,39 +172,11 @@ class ServerKind:
 
 def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The ids that a server's /tokenize returns, or None if there is no such page or its answer has another form."""
-    found = server.post_json("/tokenize", body)
+    found = server.get_json("/tokenize", body)
     ids = found.get("tokens") if isinstance(found, dict) else None
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
         return None
     return tuple(ids)
-
-
-def owner_of(server: ServerReader) -> str:
-    """The owner of the first model in the server's list, where many programs write their own name. It is empty if
-    unknown.
-    """
-    try:
-        return str(server.get_json("/v1/models")["data"][0]["owned_by"])
-    except (LookupError, TypeError):
-        return ""
-    except ServerError as error:
-        # `transformers serve` fails here without a folder of downloaded models, but answers other requests.
-        if (error.status or 0) < INTERNAL_ERROR:
-            raise
-        return ""
-
-
-def draft_counters(server: ServerReader, prefix: str, generated: str) -> Counters:
-    """The counters of drafts and generated tokens that vLLM and llama.cpp publish. Empty without /metrics.
-
-    They belong to the whole server. They are valid for a request if no other tokens were generated between two
-    readings.
-    """
-    try:
-        page = server.get_text("/metrics") or ""
-    except UserError:  # the page may be closed to clients; completions report a lost server
-        return {}
-    return metric_values(page, prefix, (*DRAFT_COUNTERS, generated))
 
 
 def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, float]:
@@ -261,19 +240,23 @@ def accepted_at(grown: Mapping[str, int]) -> list[int]:
     return counts
 
 
-def positions(accepted: Sequence[int], passes: int) -> tuple[tuple[int, int], ...]:
-    """(accepted, verified) for each draft position that was verified.
+def positions(drafted: int, accepted: Sequence[int], passes: int) -> tuple[tuple[tuple[int, int], ...], str]:
+    """(accepted, verified) for each draft position that was verified, and a note if drafts differed in length.
 
-    `accepted` has one number for each position, and `passes` counts verify passes with drafts. The result is exact if
-    all drafts had the same length.
+    `accepted` has one number for each position, and `passes` counts verify passes with drafts.
     """
     pairs = zip(accepted, [passes, *accepted], strict=False)
-    return tuple((count, verified) for count, verified in pairs if verified)
+    note = "" if drafted == passes * len(accepted) else SHORT_DRAFTS
+    return tuple((count, verified) for count, verified in pairs if verified), note
 
 
-def same_length(drafted: int, passes: int, longest: int) -> bool:
-    """Whether every draft had the maximum length, so that `positions` is exact."""
-    return drafted == passes * longest
+def with_positions(found: ServerAcceptance, grown: Mapping[str, int]) -> ServerAcceptance:
+    """The drafts with their passes and positions from counters, if these have grown by the same numbers."""
+    same = (grown.get(DRAFTED), grown.get(ACCEPTED)) == (found.drafted, found.accepted)
+    if found.by_position or not same or not (passes := grown.get(PASSES)):
+        return found
+    pairs, note = positions(found.drafted, accepted_at(grown), passes)
+    return replace(found, rounds=passes, by_position=pairs, note=note or found.note)
 
 
 def accepted_from_histogram(histogram: Sequence[int]) -> list[int]:

@@ -13,18 +13,14 @@ from utils.servers.kinds.server_kind import (
     ACCEPTED,
     DRAFTED,
     PASSES,
-    SHORT_DRAFTS,
     ServerKind,
     ServerReader,
     accepted_at,
     accepted_from_histogram,
-    draft_counters,
     growth,
     not_alone,
     own_tokens,
-    owner_of,
     positions,
-    same_length,
     tokenized,
 )
 
@@ -39,12 +35,11 @@ class VllmKind(ServerKind):
     """
 
     name: ClassVar[str] = "vllm"
+    owner: ClassVar[str] = "vllm"
     takes_token_ids: ClassVar[bool] = True
     generated: ClassVar[str] = GENERATED
+    prefix: ClassVar[str] = "vllm:"
     figures: ClassVar[tuple[str, ...]] = ("metrics",)
-
-    def recognises(self, server: ServerReader) -> bool:
-        return owner_of(server) == self.name
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, str):
@@ -68,9 +63,6 @@ class VllmKind(ServerKind):
         ids = choice.get("token_ids")
         return None if ids is None else tuple(ids)
 
-    def counters(self, server: ServerReader) -> Counters:
-        return draft_counters(server, "vllm:", GENERATED)
-
     def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         metrics = completion.figures.get("metrics")
         own = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
@@ -84,7 +76,7 @@ def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcc
     )
     if not drafted:
         return None
-    note = PAST_THE_END
+    note = ""
     if steps := list(zip(own.get("per_step_drafted") or (), own.get("per_step_accepted") or (), strict=True)):
         by_position = tuple(
             (
@@ -95,11 +87,8 @@ def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcc
         )
     else:
         counts = accepted_from_histogram(own["acceptance_histogram"])
-        by_position = positions(counts, passes)
-        note += "" if same_length(drafted, passes, len(counts)) else f"; {SHORT_DRAFTS}"
-    return ServerAcceptance(
-        drafted, accepted, passes, by_position, note=note, forwards=_forwards(completion, accepted, passes)
-    )
+        by_position, note = positions(drafted, counts, passes)
+    return _acceptance(completion, (drafted, accepted, passes), by_position, note)
 
 
 def _from_counters(completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
@@ -109,32 +98,32 @@ def _from_counters(completion: ServerCompletion, before: Counters, after: Counte
     drafted, accepted, passes = grown[DRAFTED], grown.get(ACCEPTED, 0), grown.get(PASSES, 0)
     if reason := not_alone(completion, grown.get(GENERATED)):
         return ServerAcceptance(drafted, accepted, passes, valid=False, note=reason)
-    counts = accepted_at(grown)
-    note = PAST_THE_END if same_length(drafted, passes, len(counts)) else f"{PAST_THE_END}; {SHORT_DRAFTS}"
-    forwards = _forwards(completion, accepted, passes)
-    return ServerAcceptance(drafted, accepted, passes, positions(counts, passes), note=note, forwards=forwards)
+    return _acceptance(completion, (drafted, accepted, passes), *positions(drafted, accepted_at(grown), passes))
 
 
-def _forwards(completion: ServerCompletion, accepted: int, passes: int) -> int | None:
-    """Forward passes of the target: the prefill, the verify passes, and decode steps without drafts.
+def _acceptance(
+    completion: ServerCompletion, counts: tuple[int, int, int], by_position: tuple[tuple[int, int], ...], note: str
+) -> ServerAcceptance:
+    """The drafts with the target's forward passes: the prefill, the verify passes, and decode steps without drafts.
 
     The decode steps are the remaining tokens. The result is too low by at most the accepted drafts after the end.
     """
-    tokens = own_tokens(completion)
-    return None if tokens is None else 1 + passes + max(0, tokens - 1 - passes - accepted)
+    (_, accepted, passes), tokens = counts, own_tokens(completion)
+    forwards = None if tokens is None else 1 + passes + max(0, tokens - 1 - passes - accepted)
+    note = "; ".join(filter(None, (PAST_THE_END, note)))
+    return ServerAcceptance(*counts, by_position, note=note, forwards=forwards)
 
 
 class SglangKind(VllmKind):
     """`sglang.launch_server`. The answer has the draft figures, in `sglext.spec_tokens_details`."""
 
     name: ClassVar[str] = "sglang"
+    owner: ClassVar[str] = "sglang"
+    generated: ClassVar[str] = ""
     figures: ClassVar[tuple[str, ...]] = ("sglext",)
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return super().further_fields(request) | {"return_spec_tokens_details": True}
-
-    def counters(self, server: ServerReader) -> Counters:
-        return {}
 
     def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """Every decode step verifies a draft, and the prefill of an answer counts as one more pass."""
@@ -145,5 +134,5 @@ class SglangKind(VllmKind):
             return None
         counts = accepted_from_histogram(details.get("spec_correct_drafts_histogram") or ())
         counts += [0] * (min(drafted // passes, MAX_DRAFT) - len(counts)) if counts else []
-        by_position = positions(counts, passes)
+        by_position, _ = positions(drafted, counts, passes)
         return ServerAcceptance(drafted, accepted, passes, by_position, note=ALL_SLOTS, forwards=passes + 1)

@@ -180,9 +180,7 @@ class LocalServers:
 
     def stop(self, name: str) -> None:
         """End a server. Raises UserError if this session did not start it."""
-        if name not in self._running:
-            started = ", ".join(self._running) or "none is running"
-            raise UserError(f"{name} was not started by this session; /server stop takes one that was: {started}.")
+        self.launch_of(name)
         self._forget(name)
 
     def stop_all(self) -> None:
@@ -205,7 +203,8 @@ class LocalServers:
     def launch_of(self, name: str) -> Launch:
         """How a server was started. Raises UserError if this session did not start it."""
         if name not in self._running:
-            raise UserError(f"{name} was not started by this session; /server start starts one.")
+            started = ", ".join(self._running) or "there is none"
+            raise UserError(f"'{name}' was not started by this session; name a server that was: {started}.")
         return self._running[name][0]
 
     def model_of(self, name: str) -> str | None:
@@ -213,14 +212,13 @@ class LocalServers:
         launch = self.launch_of(name)
         return None if PROGRAMS[launch.kind].lists_model else launch.model
 
-    def process_of(self, name: str) -> ServerProcess | None:
-        """The process of a server, or None if this session did not start it."""
-        return self._running[name][1] if name in self._running else None
+    def process_of(self, name: str) -> ServerProcess:
+        """The process of a server that this session has started."""
+        return self._running[name][1]
 
     def ending_of(self, name: str) -> str:
         """Why a server of this session no longer answers. It is empty if the server runs or was not started here."""
-        process = self.process_of(name)
-        return "" if process is None else process.ending(wait=ENDING_SECONDS)
+        return self.process_of(name).ending(wait=ENDING_SECONDS) if name in self._running else ""
 
     def _forget(self, name: str) -> None:
         if entry := self._running.pop(name, None):

