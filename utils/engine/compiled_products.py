@@ -25,6 +25,7 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    floats,
     has_feature,
     job_list,
     new_function,
@@ -376,10 +377,10 @@ class CompiledKernel:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.inputs).float().contiguous()
-        count, out = len(rows), torch.empty(len(rows), self.width)
+        count, out = len(rows), floats(len(rows), self.width)
         if count:
             scaled = self._scaled_size(count)
-            scratch = torch.empty(self.scratch_size(count)) if self._prepare else rows
+            scratch = floats(self.scratch_size(count)) if self._prepare else rows
             with WORKERS.lock:
                 jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
@@ -392,7 +393,7 @@ class CompiledKernel:
         """The jobs of a call with so many rows, and their arguments, which name no tensors yet."""
         if rows not in self._calls:
             self._calls = {} if len(self._calls) >= _CALLS else self._calls
-            nothing = torch.empty(0)
+            nothing = floats(0)
             jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=nothing)
             self._calls[rows] = job_list(jobs), jobs[0][1]
         return self._calls[rows]
