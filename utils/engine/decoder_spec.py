@@ -104,8 +104,9 @@ class DecoderSpec:
 
 
 def _without_weights(layer: LayerSpec) -> LayerSpec:
-    parts: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return replace(layer, **{name: _emptied(part) for name, part in parts.items() if isinstance(part, Linear)})
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    linears: dict[str, Any] = {name: _emptied(part) for name, part in parts.items() if isinstance(part, Linear)}
+    return replace(layer, **linears)
 
 
 def _emptied(linear: Linear) -> Linear:
