@@ -17,6 +17,7 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn.functional import pad
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine.machine_code import (
     BYTE,
     FLOAT,
@@ -66,6 +67,11 @@ class PackedForm:
     group: int = 0
     has_minimums: bool = False
     has_bias: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether an output has several scales."""
+        return 0 < self.group < self.inputs
 
     @property
     def is_prepared(self) -> bool:
@@ -206,7 +212,7 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
             # The last one of an odd number is computed twice by pairs, with the same result.
             last = code.sub(end, INT(size))
             block = code.select(code.icmp_unsigned(">", block, last), last, block)
-            _compute_blocks(code, form, functions, given=given, block=block)
+            _compute_tiles(code, form, functions, own=_of_block(code, form, given, block))
 
         code.for_each(count, some, step=size)
 
@@ -219,21 +225,18 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
     code.ret_void()
 
 
-def _compute_blocks(
-    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, given: dict[str, ir.Value], block: ir.Value
-) -> None:
+def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
-    own = _of_block(code, form, given, block)
 
     def compute_tile(index: ir.Value) -> None:
-        first = code.mul(index, given["tile"])
+        first = code.mul(index, own["tile"])
         part = own | {
             "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
-            "sums": code.at(own["sums"], code.mul(first, given["groups"])),
-            "out": code.at(own["out"], code.mul(first, given["out_stride"])),
+            "sums": code.at(own["sums"], code.mul(first, own["groups"])),
+            "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
-        left = code.sub(given["rows"], first)
-        count = code.select(code.icmp_unsigned("<", left, given["tile"]), left, given["tile"])
+        left = code.sub(own["rows"], first)
+        count = code.select(code.icmp_unsigned("<", left, own["tile"]), left, own["tile"])
         after = code.append_basic_block()
         switch = code.switch(count, after)
         for rows, tile in tiles.items():
@@ -244,7 +247,57 @@ def _compute_blocks(
             code.branch(after)
         code.position_at_end(after)
 
-    code.for_each(code.udiv(code.add(given["rows"], code.sub(given["tile"], INT(1))), given["tile"]), compute_tile)
+    code.for_each(code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"]), compute_tile)
+
+
+@cache
+def _wide_function(form: PackedForm) -> int:
+    """The address of wide(arguments, item): like `block`, for so many rows that it pays to unpack values to memory
+    first. Rounding differs from that of `block`. sums: memory for a block of float32 values of each item.
+    """
+    module, most_rows = ir.Module("wide"), _most_rows()
+    plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
+    tiles = {rows: _Tile(module, plain, rows, 1).write() for rows in range(1, most_rows + 1)}
+    code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
+    given = read_words(code, pointer, _ARGUMENTS)
+    memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
+    first = code.mul(item, given["span"])
+    left = code.sub(given["blocks"], first)
+    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+
+    def compute(index: ir.Value) -> None:
+        own = _of_block(code, form, given, code.add(first, index))
+        _unpack_block(code, form, own, memory)
+        _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1)})
+
+    code.for_each(count, compute)
+    code.ret_void()
+    return compiled(module)("wide")
+
+
+def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory: ir.Value) -> None:
+    """Write the weights of a block as float32 (K, LANES)."""
+    factors = _scales_of_word() if form.kind == "uint4" else [1.0]
+    size, kind = len(factors), ir.VectorType(FLOAT, LANES)
+
+    def unpack_group(group: ir.Value) -> None:
+        place, start = code.mul(group, INT(LANES)), code.mul(group, INT(form.group))
+        scale = _vector(code, code.at(own["scales"], place), FLOAT)
+        scales = [code.fmul(scale, ir.Constant(kind, [factor] * LANES)) for factor in factors]
+        minimum = _vector(code, code.at(own["minimums"], place), FLOAT) if form.has_minimums else None
+
+        def unpack(index: ir.Value) -> None:
+            position = code.mul(code.add(start, index), INT(LANES))
+            offset = code.udiv(code.mul(position, INT(int(2 * _PACKED_BYTES[form.kind]))), INT(2))
+            packed = _packed(code, form, code.at(own["values"], offset, BYTE))
+            for each in range(size):
+                value = code.fmul(_unpacked(code, form, packed, each), scales[each])
+                value = value if minimum is None else code.fadd(value, minimum)
+                code.store(value, code.at(memory, code.add(position, INT(each * LANES))), align=4)
+
+        code.for_each(INT(form.group), unpack, step=size)
+
+    code.for_each(own["groups"], unpack_group)
 
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
@@ -380,7 +433,7 @@ class CompiledKernel:
         count, out = len(rows), floats(len(rows), self.width)
         if count:
             scaled = self._scaled_size(count)
-            scratch = floats(self.scratch_size(count)) if self._prepare else rows
+            scratch = floats(self.scratch_size(count))
             with WORKERS.lock:
                 jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
@@ -399,11 +452,15 @@ class CompiledKernel:
         return self._calls[rows]
 
     def scratch_size(self, rows: int) -> int:
-        """Values that products with so many rows write on the way: prepared inputs, and sums of inputs."""
-        return self._scaled_size(rows) + (rows * self._groups if self.form.has_minimums else 0)
+        """Values that products with up to so many rows write on the way: prepared inputs and sums of inputs, or
+        unpacked values.
+        """
+        few = min(rows, MAX_WIDTH) if self.form.is_grouped else rows
+        prepared = self._scaled_size(few) + (few * self._groups if self.form.has_minimums else 0)
+        return max(prepared, min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0)
 
     def _scaled_size(self, rows: int) -> int:
-        return rows * self.inputs if self.form.kind == "uint4" else 0
+        return rows * self.inputs if self.form.kind == "uint4" and not self._is_wide(rows) else 0
 
     def jobs(self, x: Tensor, out: Tensor, rows: int, *, stride: int, scratch: Tensor) -> list[tuple[int, Any, int]]:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
@@ -411,7 +468,7 @@ class CompiledKernel:
         """
         blocks = self.width // LANES
         span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
-        scaled = self._scaled_size(rows)
+        is_wide, scaled = self._is_wide(rows), self._scaled_size(rows)
         arguments = words(
             _ARGUMENTS,
             x=scratch if scaled else x,
@@ -429,8 +486,12 @@ class CompiledKernel:
             tile=-(-rows // tiles),  # tiles of nearly equal size
             span=span,
         )
-        first = [(self._prepare, arguments, rows)] if self._prepare else []
-        return [*first, (self._block, arguments, -(-blocks // span))]
+        first = [(self._prepare, arguments, rows)] if self._prepare and not is_wide else []
+        function = _wide_function(self.form) if is_wide else self._block
+        return [*first, (function, arguments, -(-blocks // span))]
+
+    def _is_wide(self, rows: int) -> bool:
+        return rows > MAX_WIDTH and self.form.is_grouped
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""

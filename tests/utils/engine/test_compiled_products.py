@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.weight_blocks import BlockWeight, round_int8
 
-ROWS = 70
+ROWS = MAX_WIDTH
 UNIT = 2.0**-24  # the largest relative error of a rounding
 
 
@@ -88,6 +89,19 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
             assert torch.equal(kernel(x[-rows:]), alone[-rows:]), (threads, rows)
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if "group" in name or "4 bits" in name])
+def test_many_rows_are_unpacked_once(name: str) -> None:
+    """With the same values, but other roundings than those of verify passes."""
+    torch.manual_seed(7)
+    make, outputs, inputs, *_ = FORMS[name]
+    weight, bias = make(outputs, inputs), torch.randn(outputs)
+    kernel = CompiledKernel([weight], bias)
+    for rows in (MAX_WIDTH + 1, 131):
+        x = torch.randn(rows, inputs)
+        exact, sizes = exact_product(weight, bias, x)
+        assert bool(((kernel(x) - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
+
+
 @pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16"])
 def test_tiles_of_another_processor_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
@@ -130,6 +144,14 @@ def test_a_kernel_keeps_no_memory_of_its_calls() -> None:
     held = [part for part in gc.get_objects() if isinstance(part, Tensor) and part.numel() == kernel.scratch_size(7)]
     assert not held and torch.equal(kernel(x), before)
     assert torch.equal(kernel(x.bfloat16()), kernel(x.bfloat16().float()))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("4 bits", "uint8"))])
+def test_memory_for_many_rows_is_enough_for_fewer(name: str) -> None:
+    make, outputs, inputs, *_ = FORMS[name]
+    kernel = CompiledKernel([make(min(outputs, 16), inputs)], None)
+    sizes = [kernel.scratch_size(rows) for rows in range(1, 200)]
+    assert sizes == sorted(sizes)
 
 
 def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
