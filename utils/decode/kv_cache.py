@@ -47,7 +47,7 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         end = length + shape[2]
         if not self._fits(length, end) or self._buffers[0].shape[:2] != shape[:2]:
-            template = torch.empty(shape)
+            template = torch.empty(shape, dtype=torch.float32, device="cpu")
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
             self._reallocate(length, end + max(MIN_SPARE, end // 2), (template, template))

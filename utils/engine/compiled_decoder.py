@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from utils.engine import compiled_layers as layers
 from utils.engine.compiled_layers import attention_function, row_function
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
-from utils.engine.machine_code import WORKERS, job_list, words
+from utils.engine.machine_code import WORKERS, floats, job_list, words
 from utils.engine.module_swap import EngineLinear
 
 Product = CompiledKernel | JoinedKernels
@@ -38,21 +37,19 @@ class Buffers:
 
     def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], rows: int, *, keeps: bool) -> None:
         def widest(parts: Iterable[int]) -> Tensor:
-            return torch.empty(rows, max(parts, default=1))
+            return floats(rows, max(parts, default=1))
 
         self.rows, self.keeps = rows, keeps
-        self.states = torch.empty(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
-        self.normed, self.hidden = torch.empty(2, rows, spec.hidden_size)
+        self.states = floats(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
+        self.normed, self.hidden = floats(2, rows, spec.hidden_size)
         self.qkv = widest(_width(layer.qkv) for layer in products)
-        self.attended = torch.empty(rows, spec.heads * spec.head_dim)
+        self.attended = floats(rows, spec.heads * spec.head_dim)
         self.change = widest(_width(part) for layer in products for part in (layer.output, layer.down))
         self.gates = widest(_width(layer.gate_up) for layer in products)
         self.mixed = widest(layer.down.inputs for layer in products)
-        self.tables = torch.empty(len(spec.ropes), 2, rows, spec.rotary_dim)
+        self.tables = floats(len(spec.ropes), 2, rows, spec.rotary_dim)
         every = [part for own in products for part in (own.qkv, own.output, own.gate_up, own.down)]
-        self.scratch = torch.empty(
-            max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0)
-        )
+        self.scratch = floats(max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0))
 
 
 class Program:

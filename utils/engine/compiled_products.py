@@ -26,6 +26,7 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    floats,
     has_feature,
     job_list,
     new_function,
@@ -211,7 +212,7 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
             # The last one of an odd number is computed twice by pairs, with the same result.
             last = code.sub(end, INT(size))
             block = code.select(code.icmp_unsigned(">", block, last), last, block)
-            _compute_blocks(code, form, functions, given=given, block=block)
+            _compute_tiles(code, form, functions, own=_of_block(code, form, given, block))
 
         code.for_each(count, some, step=size)
 
@@ -222,13 +223,6 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
         with otherwise:
             compute(tiles, 1)
     code.ret_void()
-
-
-def _compute_blocks(
-    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, given: dict[str, ir.Value], block: ir.Value
-) -> None:
-    """The product of all rows with the blocks of a tile."""
-    _compute_tiles(code, form, tiles, own=_of_block(code, form, given, block))
 
 
 def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
@@ -436,10 +430,10 @@ class CompiledKernel:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.inputs).float().contiguous()
-        count, out = len(rows), torch.empty(len(rows), self.width)
+        count, out = len(rows), floats(len(rows), self.width)
         if count:
             scaled = self._scaled_size(count)
-            scratch = torch.empty(self.scratch_size(count))
+            scratch = floats(self.scratch_size(count))
             with WORKERS.lock:
                 jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
@@ -452,18 +446,18 @@ class CompiledKernel:
         """The jobs of a call with so many rows, and their arguments, which name no tensors yet."""
         if rows not in self._calls:
             self._calls = {} if len(self._calls) >= _CALLS else self._calls
-            nothing = torch.empty(0)
+            nothing = floats(0)
             jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=nothing)
             self._calls[rows] = job_list(jobs), jobs[0][1]
         return self._calls[rows]
 
     def scratch_size(self, rows: int) -> int:
-        """Values that products with up to so many rows write on the way: prepared inputs, and sums of inputs; or
-        unpacked weights.
+        """Values that products with up to so many rows write on the way: prepared inputs and sums of inputs, or
+        unpacked values.
         """
-        wide = min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0
-        narrow = min(rows, MAX_WIDTH) if wide else rows
-        return max(wide, self._scaled_size(narrow) + (narrow * self._groups if self.form.has_minimums else 0))
+        few = min(rows, MAX_WIDTH) if self.form.is_grouped else rows
+        prepared = self._scaled_size(few) + (few * self._groups if self.form.has_minimums else 0)
+        return max(prepared, min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0)
 
     def _scaled_size(self, rows: int) -> int:
         return rows * self.inputs if self.form.kind == "uint4" and not self._is_wide(rows) else 0

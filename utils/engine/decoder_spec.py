@@ -4,7 +4,8 @@ Engines that compute a model by a forward pass of their own read a DecoderSpec, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,16 +104,9 @@ class DecoderSpec:
 
 
 def _without_weights(layer: LayerSpec) -> LayerSpec:
-    return replace(
-        layer,
-        query=_emptied(layer.query),
-        key=_emptied(layer.key),
-        value=_emptied(layer.value),
-        output=_emptied(layer.output),
-        gate=_emptied(layer.gate),
-        up=_emptied(layer.up),
-        down=_emptied(layer.down),
-    )
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    linears: dict[str, Any] = {name: _emptied(part) for name, part in parts.items() if isinstance(part, Linear)}
+    return replace(layer, **linears)
 
 
 def _emptied(linear: Linear) -> Linear:

@@ -257,7 +257,7 @@ class Engine:
         names = self.candidates() if name == AUTO else [name]
         lacking = {candidate: self._memory_problem(candidate) for candidate in names}
         if all(lacking.values()):
-            remedy = smaller_form(self._models, self._weights, self.available())
+            remedy = smaller_form(self._models, self.available())
             raise UserError(f"{self._target.name_or_path} is not computed here: {lacking[names[0]]}. {remedy}")
 
     def _memory_problem(self, name: str) -> str:

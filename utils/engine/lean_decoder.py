@@ -5,7 +5,7 @@ Python as small models spend in their products.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +135,7 @@ class LeanDecoder:
         if cache is None:
             return True
         layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
-        return len(cache.layers) == len(layers) >= len(self._spec.layers) > 0
+        return len(cache.layers) == len(layers) >= max(1, len(self._spec.layers))
 
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
@@ -183,8 +183,9 @@ class LeanDecoder:
                 self._programs = {}
             if buffers is None or not fits:
                 rows, keeps_all = max(rows, PREFILL_ROWS), keeps or (buffers is not None and buffers.keeps)
-                self._buffers = None  # freed before the next ones are made
-                buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
+                buffers = self._buffers = None  # freed before the next ones are made
+                with torch.inference_mode(False):  # passes in other modes write them as well
+                    buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
             self._programs[key] = Program(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
         return self._programs[key]
 
@@ -196,16 +197,19 @@ class LeanDecoder:
         qkv = program.qkv[:, : heads * spec.head_dim].unflatten(0, (batch, -1)).unflatten(2, (heads, -1))
         query = qkv[:, :, : spec.heads].transpose(1, 2)  # (B, heads, T, D)
         attended = program.attended.unflatten(0, (batch, -1))
-        for group in prefill_groups(past, qkv.shape[1], layer.window):
+        for first in range(0, qkv.shape[1], ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, qkv.shape[1])
+            begin = 0 if layer.window is None else max(0, past + first + 1 - layer.window)
+            mask = _mask(range(past + first, past + last), range(begin, past + last), layer.window)
             mixed = scaled_dot_product_attention(
-                query[:, :, group.first : group.last],
-                keys[:, :, group.begin : group.end],
-                values[:, :, group.begin : group.end],
-                attn_mask=group.mask[None, None],
+                query[:, :, first:last],
+                keys[:, :, begin : past + last],
+                values[:, :, begin : past + last],
+                attn_mask=mask[None, None],
                 scale=layer.scaling,
                 enable_gqa=spec.kv_heads < spec.heads,
             )
-            attended[:, group.first : group.last] = mixed.transpose(1, 2).flatten(2)
+            attended[:, first:last] = mixed.transpose(1, 2).flatten(2)
 
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
@@ -219,28 +223,6 @@ class LeanDecoder:
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits.view(*kept.shape[:2], -1)
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Rows first..last (exclusive) that attend to the keys begin..end, and their mask (rows, end - begin)."""
-
-    first: int
-    last: int
-    begin: int
-    end: int
-    mask: Tensor
-
-
-def prefill_groups(past: int, count: int, window: int | None) -> list[RowGroup]:
-    """The groups of `count` rows after `past` positions."""
-    groups = []
-    for first in range(0, count, ROWS_AT_ONCE):
-        last = min(first + ROWS_AT_ONCE, count)
-        begin = 0 if window is None else max(0, past + first + 1 - window)
-        mask = _mask(range(past + first, past + last), range(begin, past + last), window)
-        groups.append(RowGroup(first, last, begin, past + last, mask))
-    return groups
 
 
 def _mask(rows: range, keys: range, window: int | None) -> Tensor:

@@ -139,6 +139,11 @@ def read_words(code: Code, pointer: ir.Value, kinds: Mapping[str, ir.Type]) -> d
     }
 
 
+def floats(*shape: int) -> Tensor:
+    """A tensor that machine code may write, whatever PyTorch's default number format and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def words(kinds: Mapping[str, ir.Type], **values: float | Tensor | None) -> Any:
     """A ctypes array for `read_words`. Tensors stand for their addresses, and what is missing is zero."""
     array = (ctypes.c_int64 * len(kinds))()

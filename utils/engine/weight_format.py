@@ -99,6 +99,7 @@ CONTEXT = 2048  # tokens of a typical long run
 BUFFERS = 200_000_000  # bytes of activations, logits and compiled code
 # Bytes of a weight with its share of scales and minimums, as engines hold it. Blocks of GGUF files differ in size.
 BYTES = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.75, "gguf": 0.75}
+EIGHT_BITS = ("down_proj", "lm_head")  # weights that int4 keeps in 8 bits
 
 
 def weight_format(model: PreTrainedModel) -> str:
@@ -164,7 +165,7 @@ def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int)
     return f"it needs {byte_size(total)} of memory, and {byte_size(available)} are available"
 
 
-def smaller_form(models: Sequence[PreTrainedModel], weights: EngineWeights, available: int) -> str:
+def smaller_form(models: Sequence[PreTrainedModel], available: int) -> str:
     """A sentence that names number formats in which the models would fit."""
     working, known = _working_bytes(models), {"--engine-weights int8": "int8", "--engine-weights int4": "int4"}
     sizes = {option: decoder_bytes(models, EngineWeights(kind)) + working for option, kind in known.items()}
@@ -202,7 +203,8 @@ def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
         return matrix.stored
     weights = weights.for_drafter() if matrix.is_drafter else weights
     bits, group = _block_form(matrix, weights)
-    share = (0.5 if bits <= 4 else 1.0) + 8.0 / group if bits else BYTES[weights.format]
+    kind = "int8" if weights.format == "int4" and matrix.name.endswith(EIGHT_BITS) else weights.format
+    share = (0.5 if bits <= 4 else 1.0) + 8.0 / group if bits else BYTES[kind]
     return int(matrix.count * share)
 
 

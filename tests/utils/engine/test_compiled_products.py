@@ -147,6 +147,14 @@ def test_a_kernel_keeps_no_memory_of_its_calls() -> None:
     assert torch.equal(kernel(x.bfloat16()), kernel(x.bfloat16().float()))
 
 
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("4 bits", "uint8"))])
+def test_memory_for_many_rows_is_enough_for_fewer(name: str) -> None:
+    make, outputs, inputs, *_ = FORMS[name]
+    kernel = CompiledKernel([make(min(outputs, 16), inputs)], None)
+    sizes = [kernel.scratch_size(rows) for rows in range(1, 200)]
+    assert sizes == sorted(sizes)
+
+
 def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
     torch.manual_seed(3)
     for name in ("float32", "4 bits, minimums"):

@@ -1,7 +1,7 @@
 """The lean forward: hidden states, arguments that are left to transformers, and prefills whatever rows follow."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -109,6 +109,18 @@ def test_programs_of_all_widths_share_their_buffers(monkeypatch: pytest.MonkeyPa
         ModelSession(model).feed(IDS[:9], keep=9), ModelSession(tiny_model("qwen3")).feed(IDS[:9], keep=9), atol=1e-4
     )
     assert forward._buffers is buffers
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta"), torch.no_grad])
+def test_buffers_do_not_depend_on_the_mode_in_which_they_are_made(mode: Callable[[], Any]) -> None:
+    model, ids = tiny_model("qwen3"), torch.tensor([IDS[:20]])
+    InvariantEngine([model], [], AS_LOADED).install()
+    program = engine_forward(model)._program
+    with mode():
+        first = program(1, 20, keeps=False).qkv
+    assert (first.dtype, first.device.type, first.is_inference()) == (torch.float32, "cpu", False)
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, tiny_model("qwen3")(input_ids=ids).logits, atol=1e-4)
 
 
 @torch.no_grad()

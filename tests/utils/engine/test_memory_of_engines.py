@@ -124,4 +124,4 @@ def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(
     engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(kind))
     before, need = engine.nbytes(), engine.need()
     assert engine.install(lambda text: None) == ""
-    assert 0.7 * need <= engine.nbytes() - before <= 1.15 * need
+    assert 0.7 * need <= engine.nbytes() - before <= 1.05 * need

@@ -8,19 +8,6 @@ import torch
 from utils.engine import threads
 
 
-class Clock:
-    """A clock advanced by steps whose duration depends on the number of threads."""
-
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds, self.now = seconds, 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def step(self) -> None:
-        self.now += self.seconds[torch.get_num_threads()]
-
-
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -38,9 +25,7 @@ def _same_threads() -> Iterator[None]:
     ],
 )
 def test_the_smallest_number_that_no_larger_one_clearly_beats(seconds: dict[int, float], best: int) -> None:
-    clock = Clock(seconds)
-    measured = threads.step_seconds(clock.step, sorted(seconds), clock=clock)
-    assert measured == pytest.approx(seconds) and threads.fewest(measured) == best
+    assert threads.fewest(seconds) == best
 
 
 @pytest.mark.parametrize(("available", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
@@ -62,15 +47,3 @@ def test_an_error_restores_the_number_of_threads() -> None:
         torch.set_num_threads(before + 1)
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
-
-
-def test_the_median_of_all_rounds_but_the_first_counts() -> None:
-    """Each round wakes the threads before its timed step. If steps are slow, fewer rounds do not."""
-    for scale, seconds in ((0.001, [0, 100, 0, 1, 0, 2, 0, 9]), (10, [0, 100, 1, 3])):
-        left, now = iter(seconds), [0.0]
-
-        def step() -> None:
-            now[0] += scale * next(left)  # noqa: B023  # called within the loop
-
-        measured = threads.step_seconds(step, [1], lambda count: None, lambda: now[0])  # noqa: B023
-        assert measured == pytest.approx({1: 2 * scale}) and next(left, None) is None
