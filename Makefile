@@ -54,7 +54,7 @@ clean:
 $(VENV)/.ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; '$(PYTHON)' is older or missing. Try: make PYTHON=python3.11"; exit 1; }
-	@echo "installing $$(grep -c == requirements.txt) packages into $(VENV), once (1.7 GB, more with CUDA; a few minutes)"
+	@echo "installing $$(grep -c == requirements.txt) packages into $(VENV), once (1.6 GB, more with CUDA; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
