@@ -80,7 +80,7 @@ def prefer(name: str) -> None:
     """Let every engine's trials find this engine twice as fast as any other, until the end of the test."""
 
     def run(self: Any) -> Any:
-        self.meter = FixedSpeeds(lambda kind, threads, width: (1 if kind == name else 2) * 1e-3).meter()
+        self.meter = FixedSpeeds(lambda kind, threads, width: (1 if kind == name else 2) / 1024).meter()  # exact sums
         return RUN(self)
 
     mock.patch.object(Trials, "run", run).start()

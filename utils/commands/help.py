@@ -25,7 +25,7 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         with suppress(UserError):
             return context.registry.run(f"/explain {name}", context)
         if " " not in name:
-            raise CommandError(f"There is no figure {name}. {error}") from error
+            raise CommandError(f"{name} is not a figure. {error}") from error
         command = context.registry.find(name.split()[0])  # such as "gamma auto"
     alias = [("alias", f"/{name} stands for /{ALIASES[name]}")] if name in ALIASES else []
     return [ShowRows([*alias, *_page(command, context)])]

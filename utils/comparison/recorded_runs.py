@@ -365,5 +365,7 @@ def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
 def _changed(what: str, ours: Record, theirs: Record, names: Iterable[str]) -> Iterator[str]:
     """The values with these names that both have and that differ."""
     for name in names:
-        if name in ours and name in theirs and ours[name] != theirs[name]:
-            yield f"{what}{name}: {shown_value(ours[name])} in A, {shown_value(theirs[name])} in B"
+        if name in ours and name in theirs:
+            left, right = (None if row[name] == "none" else row[name] for row in (ours, theirs))
+            if left != right:
+                yield f"{what}{name}: {shown_value(left)} in A, {shown_value(right)} in B"

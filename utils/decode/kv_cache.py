@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_SPARE = 256  # positions
-PADDING = 64  # buffers hold a multiple of this number of positions
 
 
 class GrowingLayer(DynamicLayer):
@@ -62,9 +61,7 @@ class GrowingLayer(DynamicLayer):
 
     def _reallocate(self, length: int, capacity: int, new: tuple[Tensor, Tensor]) -> None:
         """Copy into buffers of this capacity, with the other dimensions of the new states."""
-        capacity = -(-capacity // PADDING) * PADDING
-        # Zeros, because attention over padded keys multiplies what follows the length by a probability of 0.
-        buffers = tuple(part.new_zeros((*part.shape[:-2], capacity, part.shape[-1])) for part in new)
+        buffers = tuple(part.new_empty((*part.shape[:-2], capacity, part.shape[-1])) for part in new)
         if length:
             for buffer, part in zip(buffers, (self.keys, self.values), strict=True):
                 buffer[..., :length, :] = part

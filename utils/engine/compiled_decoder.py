@@ -52,7 +52,7 @@ class Buffers:
         self.scratch = floats(max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0))
 
 
-class Program:
+class DecoderProgram:
     """The layers for rows (batch * count). Other programs overwrite the same buffers."""
 
     def __init__(

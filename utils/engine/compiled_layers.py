@@ -10,9 +10,8 @@ from functools import cache
 
 from llvmlite import ir
 
-from utils.engine.machine_code import FLOAT, INT, POINTER, Code, compiled, new_function, read_words
+from utils.engine.machine_code import FLOAT, INT, POINTER, REASSOCIATED, Code, compiled, new_function, read_words
 
-REASSOCIATED = ("reassoc",)  # sums in the order of vector registers, which is the same for every row
 KEYS_AT_ONCE = 64
 
 NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "size": INT, "eps": FLOAT}
@@ -308,7 +307,7 @@ def _attend(
     def block(start: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         largest, total, *sums = state
         left, place = code.sub(count, start), code.mul(start, INT(size))
-        some = code.select(code.icmp_unsigned("<", left, INT(KEYS_AT_ONCE)), left, INT(KEYS_AT_ONCE))
+        some = code.smaller(left, INT(KEYS_AT_ONCE))
         highest = _write_scores(code, queries, code.at(keys, place), some, scores=scores, size=size, largest=largest)
         added = _write_weights(code, scores, some, highest)
         correction = code.exp(code.fsub(largest, highest))

@@ -193,6 +193,12 @@ def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: i
     }
 
 
+def _blocks_of(code: Code, given: dict[str, ir.Value], item: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first block of an item, and how many it has."""
+    first = code.mul(item, given["span"])
+    return first, code.smaller(code.sub(given["blocks"], first), given["span"])
+
+
 def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
     """block(arguments, item): the product of all rows with `span` blocks. Few rows take two blocks at once, because a
     processor adds to several sums in the time that it takes for one.
@@ -201,17 +207,14 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
     pairs = {rows: _Tile(module, form, rows, 2).write() for rows in (1, 2)}
     code, (pointer, item) = new_function(module, "block", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
-    first = code.mul(item, given["span"])
-    left = code.sub(given["blocks"], first)
-    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+    first, count = _blocks_of(code, given, item)
     end = code.add(first, count)
 
     def compute(functions: dict[int, ir.Function], size: int) -> None:
         def some(index: ir.Value) -> None:
             block = code.add(first, index)
             # The last one of an odd number is computed twice by pairs, with the same result.
-            last = code.sub(end, INT(size))
-            block = code.select(code.icmp_unsigned(">", block, last), last, block)
+            block = code.smaller(block, code.sub(end, INT(size)))
             _compute_tiles(code, form, functions, own=_of_block(code, form, given, block))
 
         code.for_each(count, some, step=size)
@@ -235,8 +238,7 @@ def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], 
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
-        left = code.sub(own["rows"], first)
-        count = code.select(code.icmp_unsigned("<", left, own["tile"]), left, own["tile"])
+        count = code.smaller(code.sub(own["rows"], first), own["tile"])
         after = code.append_basic_block()
         switch = code.switch(count, after)
         for rows, tile in tiles.items():
@@ -261,9 +263,7 @@ def _wide_function(form: PackedForm) -> int:
     code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
     memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
-    first = code.mul(item, given["span"])
-    left = code.sub(given["blocks"], first)
-    count = code.select(code.icmp_unsigned("<", left, given["span"]), left, given["span"])
+    first, count = _blocks_of(code, given, item)
 
     def compute(index: ir.Value) -> None:
         own = _of_block(code, form, given, code.add(first, index))
@@ -340,7 +340,7 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     return address("block"), address("prepare") if form.is_prepared else 0
 
 
-_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "rows": INT, "out": POINTER}
+_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "out": POINTER}
 
 
 @cache

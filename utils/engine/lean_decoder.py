@@ -1,7 +1,7 @@
 """A forward pass of our own for decoders that a DecoderSpec describes, in place of transformers'.
 
-It keeps the KV cache and rotary tables; a `Program` computes the layers. transformers' forward spends as much time in
-Python as small models spend in their products.
+It keeps the KV cache and rotary tables; a `DecoderProgram` computes the layers. transformers' forward spends as much
+time in Python as small models spend in their products.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from utils.decode.engine_forward import in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.engine.compiled_decoder import Buffers, LayerProducts, Product, Program
+from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts, Product
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
 
@@ -69,7 +69,7 @@ class LeanDecoder:
         self.unnormed: Tensor | None = None  # the input of the final norm, of the last pass that returned all states
         self.rotary = RotaryTables(spec)
         self._buffers: Buffers | None = None
-        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._programs: dict[tuple[int, int, bool], DecoderProgram] = {}
 
     def __call__(
         self,
@@ -174,7 +174,7 @@ class LeanDecoder:
         states = [state.clone() for state in program.states] if every else []
         return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
 
-    def _program(self, batch: int, count: int, *, keeps: bool) -> Program:
+    def _program(self, batch: int, count: int, *, keeps: bool) -> DecoderProgram:
         """A program for these rows."""
         key, rows, buffers = (batch, count, keeps), batch * count, self._buffers
         if key not in self._programs:
@@ -186,10 +186,12 @@ class LeanDecoder:
                 buffers = self._buffers = None  # freed before the next ones are made
                 with torch.inference_mode(False):  # passes in other modes write them as well
                     buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
-            self._programs[key] = Program(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
+            self._programs[key] = DecoderProgram(
+                self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps
+            )
         return self._programs[key]
 
-    def _attend(self, program: Program, cache: Any, past: int, index: int) -> None:
+    def _attend(self, program: DecoderProgram, cache: Any, past: int, index: int) -> None:
         """Attention of a prefill in PyTorch, which takes less time for many rows."""
         spec, layer = self._spec, self._spec.layers[index]
         batch, keys, values = len(cache.layers[index].keys), cache.layers[index].keys, cache.layers[index].values

@@ -23,6 +23,7 @@ _FUNCTION, _ARGUMENT, _JOBS = range(3 * _LINE, 3 * _LINE + 3)
 _WORDS = 4 * _LINE
 _JOB_BYTES = 24
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
+REASSOCIATED = ("reassoc",)  # sums in the order of vector registers, which is the same for every row
 _owners: list[Any] = []  # of machine code, which lives as long as the process
 
 
@@ -68,10 +69,8 @@ class Code(ir.IRBuilder):
 
     def prefetch(self, pointer: ir.Value) -> None:
         """Ask for memory that will be read soon."""
-        word, name = ir.IntType(32), "llvm.prefetch.p0"
-        kind = ir.FunctionType(ir.VoidType(), [POINTER, word, word, word])
-        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        self.call(function, [pointer, word(0), word(3), word(1)])
+        word = ir.IntType(32)
+        self._intrinsic("prefetch.p0", ir.VoidType(), [pointer, word(0), word(3), word(1)])
 
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
         """A vector of equal values."""
@@ -109,26 +108,30 @@ class Code(ir.IRBuilder):
     def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
         return self.select(self.fcmp_ordered(">", first, second), first, second)
 
+    def smaller(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        """The smaller of two numbers that are not negative."""
+        return self.select(self.icmp_unsigned("<", first, second), first, second)
+
     def square_root(self, x: ir.Value) -> ir.Value:
         return self._float_call("sqrt", x)
 
     def _float_call(self, name: str, *values: ir.Value) -> ir.Value:
         kind = values[0].type
-        full = f"llvm.{name}.{'f32' if kind is FLOAT else f'v{kind.count}f32'}"
-        function = self.module.globals.get(full) or ir.Function(
-            self.module, ir.FunctionType(kind, [kind] * len(values)), full
-        )
-        return self.call(function, values)
+        return self._intrinsic(f"{name}.{'f32' if kind is FLOAT else f'v{kind.count}f32'}", kind, values)
+
+    def _intrinsic(
+        self, name: str, result: ir.Type, values: Sequence[ir.Value], fastmath: Sequence[str] = ()
+    ) -> ir.Value:
+        full, kind = f"llvm.{name}", ir.FunctionType(result, [value.type for value in values])
+        function = self.module.globals.get(full) or ir.Function(self.module, kind, full)
+        return self.call(function, values, fastmath=fastmath)
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum of a vector, in an order that depends on its size alone."""
         if vector.type.count == 1:
             return self.extract_element(vector, ir.IntType(32)(0))
-        full = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-        function = self.module.globals.get(full) or ir.Function(
-            self.module, ir.FunctionType(FLOAT, [FLOAT, vector.type]), full
-        )
-        return self.call(function, [FLOAT(0.0), vector], fastmath=("reassoc",))
+        name = f"vector.reduce.fadd.v{vector.type.count}f32"
+        return self._intrinsic(name, FLOAT, [FLOAT(0.0), vector], REASSOCIATED)
 
 
 def read_words(code: Code, pointer: ir.Value, kinds: Mapping[str, ir.Type]) -> dict[str, ir.Value]:

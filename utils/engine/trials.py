@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from itertools import count as count_from
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -29,9 +30,8 @@ from utils.freed_memory import release_memory
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
 EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so many, and at most
 EVICTED = 1 << 28  # bytes that are read before each pass
-WARM_UPS, STEPS = 1, 5  # passes of one number of threads; fewer if that takes longer than ENOUGH_STEPS seconds
-ENOUGH_STEPS = 0.3
-WIDE, WIDE_PASSES = COMPARED_WIDTHS[-1], 2  # of each number of threads
+THREAD_TURNS, STEPS = 4, 2  # turns of all numbers of threads, and decode steps of each
+WIDE = -1  # the key of a wide pass among those of depths
 MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds
 SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
 MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
@@ -207,26 +207,36 @@ class Trials:
         """By number of threads, in ascending order: seconds of a decode step and a wide pass through all measured
         layers, and of a decode step of the whole model. That estimate multiplies the noise of a layer by their number.
         """
-        measured, steps = dict[int, float](), dict[int, float]()
-        for count in self.thread_counts:
-            self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
-            candidate.engine.set_threads(count)
-            samples = {depth: self._step_samples(probe) for depth, probe in candidate.probes.items()}
-            seconds = {depth: lower_quartile(times) for depth, times in samples.items()}
-            deepest = candidate.probes[max(seconds)]
-            # A decode step mostly waits for memory, so that one thread may be as fast as several. Wide passes do not.
-            wide = min(self._passes(deepest, min(WIDE, deepest.max_width), WIDE_PASSES))
-            measured[count], steps[count] = seconds[max(seconds)] + wide, self._plan.total(seconds)
-            if measured[count] > MORE_THREADS * min(measured.values()):
+        samples: dict[int, list[dict[int, float]]] = {}  # seconds of a step by depth, and of a wide pass under WIDE
+        start = self.meter.clock()
+        for turn in range(THREAD_TURNS):  # numbers take turns, so that other load affects all of them alike
+            fastest = inf
+            for count in self.thread_counts:
+                self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
+                candidate.engine.set_threads(count)
+                times = self._thread_sample(candidate)
+                if turn:  # the first turn warms up
+                    samples.setdefault(count, []).append(times)
+                    fastest = min(fastest, _step_and_wide(times))
+                    if _step_and_wide(times) > MORE_THREADS * fastest:
+                        break
+            if turn and self.meter.clock() - start > ENOUGH:
                 break
-        return measured, steps
+        measured = {count: min(map(_step_and_wide, times)) for count, times in samples.items()}
+        quartiles = {
+            count: {depth: lower_quartile([one[depth] for one in times]) for depth in candidate.probes}
+            for count, times in samples.items()
+        }
+        return measured, {count: self._plan.total(seconds) for count, seconds in quartiles.items()}
 
-    def _step_samples(self, probe: ForwardProbe) -> list[float]:
-        """Seconds of a few decode steps."""
-        times = [*self._passes(probe, 1, WARM_UPS)]
-        while len(times) < WARM_UPS + STEPS and (len(times) == WARM_UPS or sum(times) < ENOUGH_STEPS):
-            times += self._passes(probe, 1, 1)
-        return times[WARM_UPS:]
+    def _thread_sample(self, candidate: _Candidate) -> dict[int, float]:
+        """The shortest of a few decode steps by depth, and the time of a wide pass through all layers. A decode step
+        mostly waits for memory, so that one thread may be as fast as several. Wide passes do not.
+        """
+        deepest = candidate.probes[max(candidate.probes)]
+        (wide,) = self._passes(deepest, min(COMPARED_WIDTHS[-1], deepest.max_width), 1)
+        steps = {depth: min(self._passes(probe, 1, STEPS)) for depth, probe in candidate.probes.items()}
+        return steps | {WIDE: wide}
 
     def _passes(self, probe: ForwardProbe, width: int, repeats: int) -> Iterator[float]:
         """Seconds of forward passes."""
@@ -296,6 +306,11 @@ class Trials:
                 tokens = probe.prefill(count)
                 seconds = (self.meter.clock() - start) * PREFILL_TOKENS / tokens
         return seconds
+
+
+def _step_and_wide(times: Mapping[int, float]) -> float:
+    """Seconds of a decode step through all measured layers and of a wide pass."""
+    return times[max(times)] + times[WIDE]
 
 
 def install_compared(

@@ -38,7 +38,7 @@ from utils.screen.renderer import Renderer
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent without one)"
 TEMPLATE = "chat: on (this tokenizer has a chat template; without it: /chat off)"
 CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
-NOTHING_TO_UNDO = "There is no change of settings to revert."
+NOTHING_TO_UNDO = "No settings have been changed, so there is nothing to revert."
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
 STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."

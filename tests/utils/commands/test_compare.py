@@ -173,8 +173,10 @@ def test_every_difference_is_named_once(view: Screen, tmp_path: Path) -> None:
     other = json.loads(json.dumps(CIRCUMSTANCES))
     other["models"]["drafter"], other["versions"]["torch"], other["machine"]["cpu"] = "head", "3.0", "Two"
     other["engine"]["threads"], other["machine"]["gpus"] = 8, ["H100"]
+    other["models"]["drafter_quantize"] = None  # a head has no number format of its own
+    ours = {"models": CIRCUMSTANCES["models"] | {"drafter_quantize": "none"}}
     second = [record(prompt, 10.0, drafter_kind="head", **other) for prompt in PROMPTS]
-    _, conclusion = compared(view, tmp_path, [record(prompt, 10.0) for prompt in PROMPTS], second)
+    _, conclusion = compared(view, tmp_path, [record(prompt, 10.0, **ours) for prompt in PROMPTS], second)
     for line in (
         "models, drafter: small in A, head in B.",
         "versions, torch: 2.0 in A, 3.0 in B.",
@@ -184,7 +186,7 @@ def test_every_difference_is_named_once(view: Screen, tmp_path: Path) -> None:
         "speculative, drafter kind: model in A, head in B.",
     ):
         assert conclusion.count(line) == 1, line
-    assert SAME not in conclusion
+    assert SAME not in conclusion and "drafter_quantize" not in conclusion
 
 
 def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from fixed_speeds import fix_speeds
 
 from utils.engine import Engine
 from utils.engine.engine_choice import (
+    COMPARED_WIDTHS,
     NO_PROMISE,
     EngineFigures,
     Workload,
@@ -22,7 +23,6 @@ from utils.engine.engine_choice import (
     lower_quartile,
 )
 from utils.engine.layer_engine import BIT_IDENTICAL
-from utils.engine.trials import WIDE
 
 MEASURED = EngineFigures(
     step_seconds=0.05, costs=((2, 1.1), (5, 1.2), (9, 1.5)), prefill=500.0, threads=1, promise=BIT_IDENTICAL
@@ -129,7 +129,7 @@ def test_a_candidate_that_is_much_slower_is_given_up_after_its_decode_step(rows:
     engine.use("auto", 1)
     figures = engine.table["slow"]
     assert "2.3 times that of plain" in figures.problem and figures.step_seconds and not figures.costs
-    assert {width for name, _, width in speeds.calls if name == "slow"} == {1, WIDE}
+    assert {width for name, _, width in speeds.calls if name == "slow"} == {1, COMPARED_WIDTHS[-1]}
     assert engine.table["middle"].costs
 
 

@@ -189,6 +189,19 @@ def test_wide_passes_decide_the_number_of_threads_where_decode_steps_are_equal()
     assert figures.threads == 2 and dict(figures.steps) == pytest.approx({1: 1.0, 2: 1.0})
 
 
+@pytest.mark.parametrize("slowed", [1, 2])
+def test_a_short_disturbance_does_not_decide_the_number_of_threads(slowed: int) -> None:
+    """As a busy core, or threads that are used for the first time."""
+    passes = {1: 0, 2: 0}
+
+    def speed(name: str, threads: int, width: int) -> float:
+        passes[threads] += 1
+        return (10 if threads == slowed and passes[threads] <= 8 else 1) / threads / 1024
+
+    measured = Trials(whole_llama(), {"plain": row().build}, EngineWeights(), [1, 2], meter=FixedSpeeds(speed).meter())
+    assert measured.run()["plain"].threads == 2
+
+
 def test_an_engine_whose_lean_forward_is_wrong_is_measured_with_that_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

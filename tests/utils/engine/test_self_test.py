@@ -14,7 +14,7 @@ from tiny import tiny_llama
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine, attention, compiled_products, invariant, selftest
-from utils.engine.compiled_decoder import Program
+from utils.engine.compiled_decoder import DecoderProgram
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.machine_code import Code
 from utils.engine.module_swap import EngineLinear
@@ -33,7 +33,7 @@ def _invariant_is_fastest() -> None:
 def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an error that shows only at one verify width, or in every logit ("scale")."""
     product, join = CompiledKernel.__call__, torch.cat
-    add_attention = Program._add_attention
+    add_attention = DecoderProgram._add_attention
     if part == "head":
         monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
     elif part == "products":  # machine code for six rows that rounds twice where others round once
@@ -49,10 +49,10 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
     elif part == "layers":  # attention of machine code
 
-        def add_odd(self: Program, layer: Any) -> None:
+        def add_odd(self: DecoderProgram, layer: Any) -> None:
             add_attention(self, replace(layer, scaling=layer.scaling * (1 + 1e-6 * (self._count == 7))))
 
-        monkeypatch.setattr(Program, "_add_attention", add_odd)
+        monkeypatch.setattr(DecoderProgram, "_add_attention", add_odd)
     elif part == "attention":
         monkeypatch.setattr(
             attention.torch, "cat", lambda rows, dim=0: join(rows, dim) * (1 + 1e-6 * (dim == 1 and len(rows) == 7))

@@ -168,7 +168,7 @@ class DrafterSelection:
         # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
         self.settings = replace(self.settings, turns=False)
         self.prompts = list(self._usable(plan.tuning).values())
-        self.skipped.clear()  # what is said of the measured prompts is enough
+        self.skipped.clear()  # the notes on the measured prompts suffice
         measured = self._usable(plan.measured)
         if not measured or not self.prompts:
             raise UserError(f"none of the prompts can be used. {' '.join(self.skipped[:1])}")
