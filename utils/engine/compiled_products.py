@@ -35,7 +35,7 @@ from utils.engine.machine_code import (
 )
 from utils.engine.weight_blocks import BlockWeight
 
-_AHEAD = 2048  # bytes that are asked for early, where a single block does not keep memory busy
+_NEAR = 1024  # bytes. What few rows of float32 ask for early; other products ask for the next block
 LANES = 16  # outputs of a block
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
@@ -50,6 +50,8 @@ _TILE_ARGUMENTS = {
     "out": POINTER,
     "out_stride": INT,
     "groups": INT,
+    "ahead": POINTER,  # weights that are asked for meanwhile
+    "share": INT,  # how many: one of 2^share parts of a block
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
 _X, _INPUTS, _SUMS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "sums", "out"))
@@ -116,7 +118,8 @@ class _Tile:
     Pointers are those of the first row and block.
     """
 
-    def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int) -> None:
+    def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int, *, streams: bool = True) -> None:
+        self._streams = streams and rows > 2  # one or two rows keep memory busy without asking early
         self._code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self.function = self._code.function
         self.function.linkage = "internal"
@@ -166,9 +169,9 @@ class _Tile:
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             step = code.mul(code.udiv(index, INT(at_once)), INT(self._stride))
             packed = [_packed(code, self._form, code.at(start, step, BYTE)) for start in starts]
-            if self._rows > 2:
-                ahead = INT(_AHEAD // 2 if self._form.kind == "float32" else _AHEAD)
-                code.prefetch(code.at(starts[0], code.add(step, ahead), BYTE))
+            if self._streams:
+                ahead = code.lshr(code.add(offset, step), self._given["share"])
+                code.prefetch(code.at(self._given["ahead"], ahead, BYTE))
             for each in range(at_once):
                 values = [_unpacked(code, self._form, part, each) for part in packed]
                 for row, pointer in enumerate(inputs):
@@ -180,10 +183,14 @@ class _Tile:
         return code.repeat(INT(self._size), self._zeros, add, step=at_once)
 
 
+def _block_bytes(form: PackedForm) -> int:
+    return int(LANES * form.inputs * _PACKED_BYTES[form.kind])
+
+
 def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
-    values = code.mul(block, INT(int(LANES * form.inputs * _PACKED_BYTES[form.kind])))
+    values = code.mul(block, INT(_block_bytes(form)))
     return given | {
         "values": code.at(given["values"], values, BYTE),
         "scales": code.at(given["scales"], place),
@@ -231,9 +238,19 @@ def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> 
 def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
 
+    count_of_tiles = code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"])
+    # While a block is computed, the next one is brought from memory: by each tile of rows a part.
+    size = _block_bytes(form)
+    is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
+    share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
+    near = min(size, _NEAR) if form.kind == "float32" else size
+    next_block = code.at(own["values"], code.select(is_one, INT(near), INT(size)), BYTE)
+
     def compute_tile(index: ir.Value) -> None:
         first = code.mul(index, own["tile"])
         part = own | {
+            "ahead": code.at(next_block, code.mul(index, code.lshr(INT(size), share)), BYTE),
+            "share": share,
             "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
@@ -249,7 +266,7 @@ def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], 
             code.branch(after)
         code.position_at_end(after)
 
-    code.for_each(code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"]), compute_tile)
+    code.for_each(count_of_tiles, compute_tile)
 
 
 @cache
@@ -259,7 +276,7 @@ def _wide_function(form: PackedForm) -> int:
     """
     module, most_rows = ir.Module("wide"), _most_rows()
     plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
-    tiles = {rows: _Tile(module, plain, rows, 1).write() for rows in range(1, most_rows + 1)}
+    tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, most_rows + 1)}
     code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
     memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
