@@ -37,6 +37,8 @@ from utils.engine.weight_blocks import BlockWeight
 
 _NEAR = 1024  # bytes. What few rows of float32 ask for early; other products ask for the next block
 LANES = 16  # outputs of a block
+_FLOATS, _WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
+_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
@@ -44,7 +46,7 @@ _TILE_ARGUMENTS = {
     "x": POINTER,  # (rows, K), prepared for the form
     "values": POINTER,
     "scales": POINTER,
-    "minimums": POINTER,
+    "shifts": POINTER,
     "bias": POINTER,
     "sums": POINTER,  # of the inputs of each group: (rows, K / group)
     "out": POINTER,
@@ -61,13 +63,15 @@ IN_WORD = 8  # values of 4 bits, of adjacent inputs
 @dataclass(frozen=True, slots=True)
 class PackedForm:
     """How values are stored. kind: a key of _PACKED_BYTES. inputs: K. group: inputs that share a scale, 0 without
-    scales.
+    scales. scales: the number format of scales and shifts. offset: as in BlockWeight.
     """
 
     kind: str
     inputs: int
     group: int = 0
-    has_minimums: bool = False
+    scales: str = "float32"
+    offset: int = 0
+    has_shifts: bool = False
     has_bias: bool = False
 
     @property
@@ -76,9 +80,14 @@ class PackedForm:
         return 0 < self.group < self.inputs
 
     @property
+    def adds_sums(self) -> bool:
+        """Whether sums of inputs are needed."""
+        return self.has_shifts or self.offset != 0
+
+    @property
     def is_prepared(self) -> bool:
         """Whether inputs are prepared before products."""
-        return self.has_minimums or self.kind == "uint4"
+        return self.adds_sums or self.kind == "uint4"
 
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
@@ -91,20 +100,39 @@ def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
     return _vector(code, pointer, kinds.get(form.kind, BYTE))
 
 
+def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The scales and shifts of a group of each output, the offset included. place: of their first."""
+    kind = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}[form.scales]
+
+    def read(name: str) -> ir.Value:
+        stored = _vector(code, code.at(own[name], place, kind), kind)
+        return code.fpext(stored, _FLOATS) if form.scales == "float16" else _as_float(code, stored)
+
+    scale = read("scales")
+    shift = read("shifts") if form.has_shifts else _ZERO
+    if form.offset:
+        shift = code.multiply_add(scale, ir.Constant(_FLOATS, [float(form.offset)] * LANES), shift)
+    return scale, shift
+
+
+def _as_float(code: Code, stored: ir.Value) -> ir.Value:
+    """float32 of float32 or of the bits of bfloat16."""
+    if stored.type == _FLOATS:
+        return stored
+    return code.bitcast(code.shl(code.zext(stored, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
+
+
 def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.Value:
     """The values of one input as float32. In 4 bits value i of a word is times 16^i, because it stays where it is;
     `_scales_of_word` are the inverses for the inputs.
     """
-    floats, words = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
-    if form.kind == "float32":
-        return packed
-    if form.kind == "bfloat16":
-        return code.bitcast(code.shl(code.zext(packed, words), ir.Constant(words, [16] * LANES)), floats)
+    if form.kind in ("float32", "bfloat16"):
+        return _as_float(code, packed)
     if form.kind == "uint4":
         if place == IN_WORD - 1:  # shifted, so that the sign stays zero
-            packed, place = code.lshr(packed, ir.Constant(words, [4] * LANES)), place - 1
-        packed = code.and_(packed, ir.Constant(words, [15 << 4 * place] * LANES))
-    return code.uitofp(packed, floats) if form.kind == "uint8" else code.sitofp(packed, floats)
+            packed, place = code.lshr(packed, ir.Constant(_WORDS, [4] * LANES)), place - 1
+        packed = code.and_(packed, ir.Constant(_WORDS, [15 << 4 * place] * LANES))
+    return code.uitofp(packed, _FLOATS) if form.kind == "uint8" else code.sitofp(packed, _FLOATS)
 
 
 def _scales_of_word() -> list[float]:
@@ -130,7 +158,7 @@ class _Tile:
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         self._blocks = [_of_block(self._code, form, self._given, INT(block)) for block in range(blocks)]
         self._inputs = [self._code.at(self._given["x"], INT(row * form.inputs)) for row in range(rows)]
-        self._zeros = [ir.Constant(ir.VectorType(FLOAT, LANES), [0.0] * LANES)] * (rows * blocks)
+        self._zeros = [_ZERO] * (rows * blocks)
         self._size, self._at_once = form.group or form.inputs, IN_WORD if form.kind == "uint4" else 1
         self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
@@ -146,17 +174,16 @@ class _Tile:
         return self.function
 
     def _add_group(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-        """Add the sums of a group times its scale, and the sum of its inputs times its minimum."""
+        """Add the sums of a group times its scale, and the sum of its inputs times its shift."""
         code, sums, position = self._code, self._group_sums(group), self._code.mul(group, INT(LANES))
+        factors = [_factors(code, self._form, own, position) for own in self._blocks]
         for place, part in enumerate(sums):
-            own, row = self._blocks[place // self._rows], place % self._rows
-            scale = _vector(code, code.at(own["scales"], position), FLOAT)
+            (scale, shift), row = factors[place // self._rows], place % self._rows
             totals[place] = code.multiply_add(part, scale, totals[place])
-            if self._form.has_minimums:
-                minimum = _vector(code, code.at(own["minimums"], position), FLOAT)
+            if self._form.adds_sums:
                 index = code.add(group, code.mul(self._given["groups"], INT(row)))
                 total = code.load(code.at(self._given["sums"], index), typ=FLOAT, align=4)
-                totals[place] = code.multiply_add(code.splat(total, LANES), minimum, totals[place])
+                totals[place] = code.multiply_add(code.splat(total, LANES), shift, totals[place])
         return totals
 
     def _group_sums(self, group: ir.Value) -> list[ir.Value]:
@@ -191,10 +218,11 @@ def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: i
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
     values = code.mul(block, INT(_block_bytes(form)))
+    kind = FLOAT if form.scales == "float32" else ir.IntType(16)
     return given | {
         "values": code.at(given["values"], values, BYTE),
-        "scales": code.at(given["scales"], place),
-        "minimums": code.at(given["minimums"], place),
+        "scales": code.at(given["scales"], place, kind),
+        "shifts": code.at(given["shifts"], place, kind),
         "bias": code.at(given["bias"], outputs),
         "out": code.at(given["out"], outputs),
     }
@@ -295,13 +323,12 @@ def _wide_function(form: PackedForm) -> int:
 def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory: ir.Value) -> None:
     """Write the weights of a block as float32 (K, LANES)."""
     factors = _scales_of_word() if form.kind == "uint4" else [1.0]
-    size, kind = len(factors), ir.VectorType(FLOAT, LANES)
+    size = len(factors)
 
     def unpack_group(group: ir.Value) -> None:
-        place, start = code.mul(group, INT(LANES)), code.mul(group, INT(form.group))
-        scale = _vector(code, code.at(own["scales"], place), FLOAT)
-        scales = [code.fmul(scale, ir.Constant(kind, [factor] * LANES)) for factor in factors]
-        minimum = _vector(code, code.at(own["minimums"], place), FLOAT) if form.has_minimums else None
+        start = code.mul(group, INT(form.group))
+        scale, shift = _factors(code, form, own, code.mul(group, INT(LANES)))
+        scales = [code.fmul(scale, ir.Constant(_FLOATS, [factor] * LANES)) for factor in factors]
 
         def unpack(index: ir.Value) -> None:
             position = code.mul(code.add(start, index), INT(LANES))
@@ -309,7 +336,7 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
             packed = _packed(code, form, code.at(own["values"], offset, BYTE))
             for each in range(size):
                 value = code.fmul(_unpacked(code, form, packed, each), scales[each])
-                value = value if minimum is None else code.fadd(value, minimum)
+                value = code.fadd(value, shift) if form.adds_sums else value
                 code.store(value, code.at(memory, code.add(position, INT(each * LANES))), align=4)
 
         code.for_each(INT(form.group), unpack, step=size)
@@ -334,7 +361,7 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
         x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
         code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
 
-    if form.has_minimums:
+    if form.adds_sums:
         code.for_each(given["groups"], add)
     if form.kind == "uint4":
         code.for_each(INT(form.inputs), scale, step=IN_WORD)
@@ -423,21 +450,23 @@ class CompiledKernel:
 
     def __init__(self, weights: Sequence[Tensor] | Sequence[BlockWeight], bias: Tensor | None) -> None:
         self.outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self._scales = self._minimums = None
+        self._scales = self._shifts = None
+        self._bits = offset = 0
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         if blocks:
             first, values = blocks[0], [block.values for block in blocks]
-            self._bits, group = first.bits, first.group
+            self._bits, group, offset = first.bits, first.group, first.offset
             unsigned = "uint4" if first.bits <= 4 and group % IN_WORD == 0 else "uint8"
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
             self._scales = _in_lanes([block.scales for block in blocks])
-            minimums = [block.minimums for block in blocks if block.minimums is not None]
-            self._minimums = _in_lanes(minimums) if minimums else None
+            shifts = [block.shifts for block in blocks if block.shifts is not None]
+            self._shifts = _in_lanes(shifts) if shifts else None
         else:
             tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
-        self.form = PackedForm(kind, inputs, group, self._minimums is not None, bias is not None)
+        scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
+        self.form = PackedForm(kind, inputs, group, scales, offset, self._shifts is not None, bias is not None)
         self._values = _in_lanes(values, in_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
@@ -473,7 +502,7 @@ class CompiledKernel:
         unpacked values.
         """
         few = min(rows, MAX_WIDTH) if self.form.is_grouped else rows
-        prepared = self._scaled_size(few) + (few * self._groups if self.form.has_minimums else 0)
+        prepared = self._scaled_size(few) + (few * self._groups if self.form.adds_sums else 0)
         return max(prepared, min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0)
 
     def _scaled_size(self, rows: int) -> int:
@@ -492,7 +521,7 @@ class CompiledKernel:
             inputs=x,
             values=self._values,
             scales=self._scales,
-            minimums=self._minimums,
+            shifts=self._shifts,
             bias=self._bias,
             sums=scratch[scaled:],
             out=out,
@@ -518,8 +547,8 @@ class CompiledKernel:
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()
-        minimums = None if self._minimums is None else self._in_rows(self._minimums)
-        return BlockWeight(rows, self._in_rows(self._scales), minimums, self.form.group, self._bits).dense()
+        shifts, form = None if self._shifts is None else self._in_rows(self._shifts), self.form
+        return BlockWeight(rows, self._in_rows(self._scales), shifts, form.group, self._bits, form.offset).dense()
 
     @property
     def inputs(self) -> int:
@@ -527,7 +556,7 @@ class CompiledKernel:
         return self.form.inputs
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (part for part in (self._values, self._scales, self._minimums, self._bias) if part is not None)
+        yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]

@@ -17,17 +17,18 @@ _RANGES = (1.0, 0.93, 0.86)  # of a group, that round_int4 tries
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight (N, K) = values * scales + minimums, with one scale and minimum for each group of inputs of a row.
+    """A weight (N, K) = (values + offset) * scales + shifts. Each group of inputs of a row has a scale and a shift.
 
-    values: (N, K), uint8 or int8, each within `bits` bits. scales: (N, K / group), float32. minimums: like the scales,
-    or None if they are all zero.
+    values: (N, K), uint8 or int8, each within `bits` bits. scales: (N, K / group), float32, float16 or bfloat16.
+    shifts: like the scales, or None if they are all zero. offset: a small negative integer or 0.
     """
 
     values: Tensor
     scales: Tensor
-    minimums: Tensor | None
+    shifts: Tensor | None
     group: int
     bits: int
+    offset: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -36,33 +37,38 @@ class BlockWeight:
 
     def dense(self) -> Tensor:
         """Return the weight as float32 (N, K): one rounding for the product and one for the sum."""
-        grouped = self.values.unflatten(1, (-1, self.group)) * self.scales[:, :, None]
-        if self.minimums is not None:
-            grouped += self.minimums[:, :, None]
+        scales = self.scales.float()[:, :, None]
+        grouped = self.values.unflatten(1, (-1, self.group)) * scales
+        if self.shifts is not None or self.offset:
+            grouped += self.offset * scales + (0.0 if self.shifts is None else self.shifts.float()[:, :, None])
         dense: Tensor = grouped.flatten(1)
         return dense
 
     def rows(self, start: int, end: int) -> "BlockWeight":
         """Return the rows from `start` up to `end`, which share memory with these."""
-        minimums = None if self.minimums is None else self.minimums[start:end]
-        return replace(self, values=self.values[start:end], scales=self.scales[start:end], minimums=minimums)
+        shifts = None if self.shifts is None else self.shifts[start:end]
+        return replace(self, values=self.values[start:end], scales=self.scales[start:end], shifts=shifts)
 
     def columns(self, start: int, end: int) -> "BlockWeight":
         """Return the inputs from `start` up to `end`. Both are multiples of the group, or one group has all inputs."""
         whole, groups = self.group == self.shape[1], slice(start // self.group, -(-end // self.group))
-        minimums = None if self.minimums is None else self.minimums[:, groups]
-        group = end - start if whole else self.group
-        return BlockWeight(self.values[:, start:end], self.scales[:, groups], minimums, group, self.bits)
+        shifts = None if self.shifts is None else self.shifts[:, groups]
+        values, scales = self.values[:, start:end], self.scales[:, groups]
+        return replace(self, values=values, scales=scales, shifts=shifts, group=end - start if whole else self.group)
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
-        parts = (self.values, self.scales, *(() if self.minimums is None else (self.minimums,)))
+        parts = (self.values, self.scales, *(() if self.shifts is None else (self.shifts,)))
         return sum(part.nbytes for part in parts)
 
 
 def have_one_form(blocks: Sequence[BlockWeight]) -> bool:
     """Whether weights differ in their values alone, so that they can be one weight, row below row."""
-    return len({(block.group, block.bits, block.values.dtype, block.minimums is None) for block in blocks}) == 1
+    forms = {
+        (block.group, block.bits, block.offset, block.values.dtype, block.scales.dtype, block.shifts is None)
+        for block in blocks
+    }
+    return len(forms) == 1
 
 
 def round_int8(weight: Tensor) -> BlockWeight:
@@ -94,8 +100,8 @@ def round_int4(weight: Tensor) -> BlockWeight:
     """
     # A few rows at a time, so that what is computed on the way stays in the processor's cache.
     parts = [_rounded_rows(rows) for rows in weight.detach().split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))]
-    values, scales, minimums = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return BlockWeight(values, scales, minimums, group=INT4_GROUP, bits=4)
+    values, scales, middles = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
 
 def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +120,7 @@ def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             for new, old in zip((*fitted, fitted_error), (scales, minimums, error), strict=True)
         )
     values = _integers(groups, scales, minimums).to(torch.uint8)
-    return values.flatten(1), scales[..., 0], minimums[..., 0]
+    return values.flatten(1), scales[..., 0].bfloat16(), (minimums + 8 * scales)[..., 0].bfloat16()
 
 
 # Scales, minimums and errors have the shape (N, K / group, 1) below.

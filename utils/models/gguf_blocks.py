@@ -7,6 +7,7 @@ whose weights have another form are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +42,13 @@ class Stored(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Blocks of one type: values (B, weights of a block), scales and minimums (B, groups of a block)."""
+    """Blocks of one type: values (B, weights of a block), scales and shifts (B, groups of a block)."""
 
     values: Tensor
     scales: Tensor
-    minimums: Tensor | None
+    shifts: Tensor | None
     bits: int
+    offset: int = 0
 
 
 class BlockIndex(NamedTuple):
@@ -124,9 +126,9 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     rows, (unpack, size) = data.shape[0], UNPACKERS[kind]
     blocks = unpack(torch.from_numpy(data).view(-1, size))
     values = blocks.values.view(rows, -1)
-    minimums = None if blocks.minimums is None else blocks.minimums.reshape(rows, -1)
+    shifts = None if blocks.shifts is None else blocks.shifts.reshape(rows, -1)
     scales = blocks.scales.reshape(rows, -1)
-    return BlockWeight(values, scales, minimums, values.shape[1] // scales.shape[1], blocks.bits)
+    return BlockWeight(values, scales, shifts, values.shape[1] // scales.shape[1], blocks.bits, blocks.offset)
 
 
 def _head_counts(model: PreTrainedModel) -> dict[str, int | None]:
@@ -143,13 +145,13 @@ def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -
     def reordered(part: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(processor.process(part.numpy(), name=name).weights))
 
-    minimums = None if block.minimums is None else reordered(block.minimums)
-    return BlockWeight(reordered(block.values), reordered(block.scales), minimums, block.group, block.bits)
+    shifts = None if block.shifts is None else reordered(block.shifts)
+    return replace(block, values=reordered(block.values), scales=reordered(block.scales), shifts=shifts)
 
 
-def _floats(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 number at a byte of every block as float32 (B, 1)."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+def _halves(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 number at a byte of every block (B, 1)."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
 def _fields(data: Tensor, width: int, bits: int) -> Tensor:
@@ -161,22 +163,21 @@ def _fields(data: Tensor, width: int, bits: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> _Blocks:
-    scale = _floats(blocks, 0)
-    return _Blocks(_fields(blocks[:, 2:], 16, 4).flatten(1), scale, -8 * scale, 4)
+    return _Blocks(_fields(blocks[:, 2:], 16, 4).flatten(1), _halves(blocks, 0), None, 4, offset=-8)
 
 
 def _q4_1(blocks: Tensor) -> _Blocks:
-    return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _floats(blocks, 0), _floats(blocks, 2), 4)
+    return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _halves(blocks, 0), _halves(blocks, 2), 4)
 
 
 def _q5_0(blocks: Tensor) -> _Blocks:
-    scale = _floats(blocks, 0)
-    return _Blocks(_fifth_bits(blocks[:, 2:6]) | _fields(blocks[:, 6:], 16, 4).flatten(1), scale, -16 * scale, 5)
+    values = _fifth_bits(blocks[:, 2:6]) | _fields(blocks[:, 6:], 16, 4).flatten(1)
+    return _Blocks(values, _halves(blocks, 0), None, 5, offset=-16)
 
 
 def _q5_1(blocks: Tensor) -> _Blocks:
     values = _fifth_bits(blocks[:, 4:8]) | _fields(blocks[:, 8:], 16, 4).flatten(1)
-    return _Blocks(values, _floats(blocks, 0), _floats(blocks, 2), 5)
+    return _Blocks(values, _halves(blocks, 0), _halves(blocks, 2), 5)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def _fifth_bits(data: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> _Blocks:
-    return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _floats(blocks, 0), None, 8)
+    return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0), None, 8)
 
 
 def _q4_k(blocks: Tensor) -> _Blocks:
@@ -202,12 +203,12 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, both & 15 | first >> 6 << 4], dim=1)
     minimums = torch.cat([second & 63, both >> 4 | second >> 6 << 4], dim=1)
-    return _floats(blocks, 0) * scales, -_floats(blocks, 2) * minimums
+    return _halves(blocks, 0).float() * scales, -_halves(blocks, 2).float() * minimums
 
 
 def _q6_k(blocks: Tensor) -> _Blocks:
     low, high = _fields(blocks[:, :128], 64, 4).reshape(-1, 8, 32), _fields(blocks[:, 128:192], 32, 2)
-    scales = _floats(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    scales = _halves(blocks, 208).float() * blocks[:, 192:208].contiguous().view(torch.int8)
     return _Blocks(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 6)
 
 

@@ -135,7 +135,7 @@ def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
     index = block_index(reader, model)
     dense = _dense_tensors(reader, model, index)
     blocks = GgufBlocks(path, model, index)
-    in_blocks = ((name, part) for name, block in blocks.items() for part in (block.scales, block.minimums))
+    in_blocks = ((name, part) for name, block in blocks.items() for part in (block.scales, block.shifts))
     for name, tensor in (*dense.items(), *in_blocks):
         if tensor is not None:
             check_tensor(tensor, source.name, name)

@@ -12,23 +12,36 @@ from torch import Tensor
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.weight_blocks import BlockWeight, round_int8
+from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
 UNIT = 2.0**-24  # the largest relative error of a rounding
 
 
-def blocks(dtype: torch.dtype, bits: int, group: int, *, minimums: bool) -> Callable[[int, int], BlockWeight]:
+def blocks(
+    dtype: torch.dtype,
+    bits: int,
+    group: int,
+    *,
+    shifts: bool,
+    scale_type: torch.dtype = torch.float32,
+    offset: int = 0,
+) -> Callable[[int, int], BlockWeight]:
     """Random integers of the whole range, with scales of many sizes."""
 
     def make(outputs: int, inputs: int) -> BlockWeight:
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if dtype == torch.int8 else (0, 2**bits)
         values = torch.randint(low, high, (outputs, inputs)).to(dtype)
         values[0, :2] = torch.tensor([low, high - 1])
-        scales = torch.randn(outputs, inputs // group) * 10 ** torch.rand(outputs, 1)
-        return BlockWeight(values, scales, torch.randn_like(scales) if minimums else None, group, bits)
+        scales = (torch.randn(outputs, inputs // group) * 10 ** torch.rand(outputs, 1)).to(scale_type)
+        return BlockWeight(values, scales, torch.randn_like(scales) if shifts else None, group, bits, offset)
 
     return make
+
+
+def _halves(bits: int, *, shifts: bool, offset: int = 0) -> Callable[[int, int], BlockWeight]:
+    kind = torch.int8 if bits == 8 else torch.uint8
+    return blocks(kind, bits, 32, shifts=shifts, scale_type=torch.float16, offset=offset)
 
 
 # name: what makes a weight (N, K), N, K, the form in the kernel, bytes of a value
@@ -38,14 +51,18 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "float32, one output": (torch.randn, 1, 50, "float32", 4),
     "bfloat16": (lambda *shape: torch.randn(shape).bfloat16(), 530, 77, "bfloat16", 2),
     "int8, a scale per row": (lambda *shape: round_int8(torch.randn(shape)), 50, 97, "int8", 1),
-    "int8 in groups of 32": (blocks(torch.int8, 8, 32, minimums=False), 40, 96, "int8", 1),
-    "int8 in groups of 16": (blocks(torch.int8, 6, 16, minimums=False), 31, 48, "int8", 1),
-    "uint8 in groups of 32": (blocks(torch.uint8, 5, 32, minimums=True), 40, 96, "uint8", 1),
-    "uint8 in groups of 16": (blocks(torch.uint8, 8, 16, minimums=True), 17, 80, "uint8", 1),
-    "4 bits": (blocks(torch.uint8, 4, 32, minimums=False), 33, 96, "uint4", 0.5),
-    "4 bits, minimums": (blocks(torch.uint8, 4, 32, minimums=True), 520, 64, "uint4", 0.5),
-    "4 bits in groups of 16": (blocks(torch.uint8, 3, 16, minimums=True), 48, 48, "uint4", 0.5),
-    "4 bits, an odd group": (blocks(torch.uint8, 4, 5, minimums=False), 20, 35, "uint8", 1),
+    "int8 in groups of 32": (blocks(torch.int8, 8, 32, shifts=False), 40, 96, "int8", 1),
+    "int8 in groups of 16": (blocks(torch.int8, 6, 16, shifts=False), 31, 48, "int8", 1),
+    "uint8 in groups of 32": (blocks(torch.uint8, 5, 32, shifts=True), 40, 96, "uint8", 1),
+    "uint8 in groups of 16": (blocks(torch.uint8, 8, 16, shifts=True), 17, 80, "uint8", 1),
+    "4 bits": (blocks(torch.uint8, 4, 32, shifts=False), 33, 96, "uint4", 0.5),
+    "4 bits, shifts": (blocks(torch.uint8, 4, 32, shifts=True), 520, 64, "uint4", 0.5),
+    "4 bits in groups of 16": (blocks(torch.uint8, 3, 16, shifts=True), 48, 48, "uint4", 0.5),
+    "4 bits as in Q4_0": (_halves(4, shifts=False, offset=-8), 48, 96, "uint4", 0.5),
+    "5 bits as in Q5_1": (_halves(5, shifts=True), 33, 64, "uint8", 1),
+    "8 bits as in Q8_0": (_halves(8, shifts=False), 40, 96, "int8", 1),
+    "4 bits as int4 rounds": (lambda *shape: round_int4(torch.randn(shape)), 50, 128, "uint4", 0.5),
+    "4 bits, an odd group": (blocks(torch.uint8, 4, 5, shifts=False), 20, 35, "uint8", 1),
 }
 
 
@@ -54,12 +71,9 @@ def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) 
     parts = [weight.double()] if isinstance(weight, Tensor) else []
     if isinstance(weight, BlockWeight):
         spread = (weight.values.double().unflatten(1, (-1, weight.group)), torch.ones(weight.group).double())
-        factors = (weight.scales, weight.minimums)
-        parts = [
-            (part * own.double()[:, :, None]).flatten(1)
-            for part, own in zip(spread, factors, strict=True)
-            if own is not None
-        ]
+        shifts = weight.offset * weight.scales.double() + (0 if weight.shifts is None else weight.shifts.double())
+        factors = (weight.scales, shifts)
+        parts = [(part * own.double()[:, :, None]).flatten(1) for part, own in zip(spread, factors, strict=True)]
     bias = torch.zeros(len(parts[0])) if bias is None else bias
     sizes = sum(x.double().abs() @ part.abs().T for part in parts) + bias.double().abs()
     return x.double() @ sum(parts).T + bias.double(), sizes  # type: ignore[union-attr]
@@ -68,7 +82,7 @@ def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) 
 CASES = [(name, index % 2 > 0) for index, name in enumerate(FORMS)]  # biases are added in the same way in every form
 
 
-@pytest.mark.parametrize(("name", "has_bias"), CASES + [("float32", True), ("4 bits, minimums", True)])
+@pytest.mark.parametrize(("name", "has_bias"), CASES + [("float32", True), ("4 bits, shifts", True)])
 def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(name: str, has_bias: bool) -> None:
     torch.manual_seed(len(name))
     make, outputs, inputs, kind, size = FORMS[name]
@@ -137,7 +151,7 @@ def test_outputs_stay_as_they_are_when_the_kernel_is_used_again() -> None:
 
 def test_a_kernel_keeps_no_memory_of_its_calls() -> None:
     """Prepared inputs of a long prompt would otherwise stay in memory for each layer."""
-    make, outputs, inputs, *_ = FORMS["4 bits, minimums"]
+    make, outputs, inputs, *_ = FORMS["4 bits, shifts"]
     kernel = CompiledKernel([make(outputs, inputs)], None)
     x = torch.randn(7, inputs)
     before = kernel(x)
@@ -157,7 +171,7 @@ def test_memory_for_many_rows_is_enough_for_fewer(name: str) -> None:
 
 def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
     torch.manual_seed(3)
-    for name in ("float32", "4 bits, minimums"):
+    for name in ("float32", "4 bits, shifts"):
         make, outputs, inputs, *_ = FORMS[name]
         kernel, x = CompiledKernel([make(outputs, inputs)], None), torch.randn(7, inputs)
         expected = kernel(x)
@@ -167,7 +181,7 @@ def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 48), (20, 7, 33)])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8, a scale per row", "4 bits, minimums"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8, a scale per row", "4 bits, shifts"])
 def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ...]) -> None:
     """Also parts of larger ones, whose rows lie apart."""
     torch.manual_seed(5)

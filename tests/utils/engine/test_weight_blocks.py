@@ -12,13 +12,15 @@ from utils.engine.weight_blocks import BlockWeight, have_one_form, round_int4, r
 Rounding = Callable[[Tensor], BlockWeight]
 
 
-def test_dense_weights_are_values_times_scales_plus_minimums() -> None:
+def test_dense_weights_are_values_times_scales_plus_shifts() -> None:
     values = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 15]], dtype=torch.uint8)
     block = BlockWeight(values, torch.tensor([[1.0, 10.0], [2.0, 0.5]]), torch.tensor([[0.0, 5.0], [-8.0, 1.0]]), 2, 4)
     assert block.dense().tolist() == [[0, 1, 25, 35], [0, 2, 4, 8.5]]
     assert block.rows(1, 2).dense().tolist() == [[0, 2, 4, 8.5]]
     signed = BlockWeight(torch.tensor([[-3, 4]], dtype=torch.int8), torch.tensor([[0.5]]), None, group=2, bits=8)
     assert signed.dense().tolist() == [[-1.5, 2]]
+    moved = BlockWeight(values, torch.tensor([[2.0], [0.5]], dtype=torch.float16), None, 4, 4, offset=-8)
+    assert moved.dense().tolist() == [[-16, -14, -12, -10], [-2, -1.5, -1, 3.5]]
 
 
 @pytest.mark.parametrize(("rounding", "steps"), [(round_int8, 254), (round_int4, 15)])
@@ -28,7 +30,7 @@ def test_rounding_is_off_by_about_half_a_step(rounding: Rounding, steps: int) ->
     block = rounding(weight)
     assert block.dense().shape == weight.shape
     groups = weight.unflatten(1, (-1, block.group))
-    span = 2 * groups.abs().amax(-1) if block.minimums is None else groups.amax(-1) - groups.amin(-1)
+    span = 2 * groups.abs().amax(-1) if rounding is round_int8 else groups.amax(-1) - groups.amin(-1)
     error = (block.dense() - weight).abs().unflatten(1, (-1, block.group)).amax(-1)
     assert (error <= 0.75 * span / steps).all()
 
@@ -39,12 +41,12 @@ def test_rows_of_zeros_and_constants_stay(rounding: Rounding) -> None:
     assert rounding(weight).dense().tolist() == weight.tolist()
 
 
-def test_weights_of_one_form_have_equal_groups_bits_signs_and_minimums() -> None:
+def test_weights_of_one_form_have_equal_groups_bits_signs_and_factors() -> None:
     torch.manual_seed(1)
     first, second = torch.randn(8, 64), torch.randn(16, 64)
     block = round_int4(first)
     assert have_one_form([block, round_int4(second)])
-    for other in (round_int8(second), replace(block, minimums=None), replace(block, bits=5), replace(block, group=64)):
+    for other in (round_int8(second), replace(block, shifts=None), replace(block, bits=5), replace(block, offset=0)):
         assert not have_one_form([block, other])
     assert not have_one_form([block, replace(block, values=block.values.to(torch.int8))])
 
