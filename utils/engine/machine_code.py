@@ -95,7 +95,7 @@ class Code(ir.IRBuilder):
         shift, bias = (ir.Constant(integers, v if x.type is FLOAT else [v] * x.type.count) for v in (23, 127))
         for bound, sign in ((-87.0, ">"), (88.0, "<")):
             x = self.select(self.fcmp_unordered(sign, x, constant(bound)), x, constant(bound))
-        power = self._float_call("rint", self.fmul(x, constant(1.44269504088896341)))
+        power = self.nearest(self.fmul(x, constant(1.44269504088896341)))
         rest = self.multiply_add(power, constant(-0.693359375), x)
         rest = self.multiply_add(power, constant(2.12194440e-4), rest)
         result = constant(1.9875691500e-4)
@@ -107,6 +107,18 @@ class Code(ir.IRBuilder):
 
     def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
         return self.select(self.fcmp_ordered(">", first, second), first, second)
+
+    def least(self, x: ir.Value) -> ir.Value:
+        """The smallest value of a vector."""
+        return self._intrinsic(f"vector.reduce.fmin.v{x.type.count}f32", FLOAT, [x])
+
+    def largest(self, x: ir.Value) -> ir.Value:
+        """The largest value of a vector."""
+        return self._intrinsic(f"vector.reduce.fmax.v{x.type.count}f32", FLOAT, [x])
+
+    def nearest(self, x: ir.Value) -> ir.Value:
+        """The nearest integers, the even ones of two."""
+        return self._float_call("rint", x)
 
     def smaller(self, first: ir.Value, second: ir.Value) -> ir.Value:
         """The smaller of two numbers that are not negative."""

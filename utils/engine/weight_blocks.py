@@ -6,12 +6,29 @@ GGUF files are read by `utils.models.gguf_blocks`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
+from llvmlite import ir
 from torch import Tensor
+
+from utils.engine.machine_code import (
+    BYTE,
+    FLOAT,
+    INT,
+    POINTER,
+    WORKERS,
+    Code,
+    compiled,
+    job_list,
+    new_function,
+    read_words,
+    words,
+)
 
 INT4_GROUP = 32
 _ROUNDED_AT_ONCE = 1 << 18  # weights
+_TINY = torch.finfo(torch.float32).tiny
 _RANGES = (1.0, 0.93, 0.86)  # of a group, that round_int4 tries
 
 
@@ -83,7 +100,7 @@ def round_int8(weight: Tensor) -> BlockWeight:
     for own, own_values, own_scales in zip(*parts, strict=True):
         rows = own.float()
         # Without the lower bound a row of zeros would be divided by zero.
-        largest = rows.abs().amax(dim=1, keepdim=True).clamp(min=256 * torch.finfo(torch.float32).tiny)
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp(min=256 * _TINY)
         # Off by at most 0.2 %, so the largest value is always 127, and weights that are rounded again stay the same.
         own_scales[:] = (largest / 127).bfloat16()
         # A scale that was rounded down gives quotients above 127, so they are clamped.
@@ -94,59 +111,104 @@ def round_int8(weight: Tensor) -> BlockWeight:
 def round_int4(weight: Tensor) -> BlockWeight:
     """Round a weight (N, K) to 4 bits in groups of INT4_GROUP. Raises ValueError if K is not a multiple of it.
 
-    Each group starts from its smallest and largest weight, and then takes the scale and minimum that fit its integers
-    best (least squares), for the whole and for narrower ranges, if that lowers its squared error. Scales and the
-    middles of the groups are values of bfloat16, because kernels of PyTorch take no others.
+    Each group starts from its smallest and largest weight, and then takes the scale and middle that fit its integers
+    best (least squares), for the whole and for narrower ranges, if that lowers its squared error. Scales and middles
+    are values of bfloat16.
     """
-    # A few rows at a time, so that what is computed on the way stays in the processor's cache.
-    parts = [_rounded_rows(rows) for rows in weight.detach().split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))]
-    values, scales, middles = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if weight.shape[1] % INT4_GROUP:
+        raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {INT4_GROUP}")
+    rows = weight.detach().to("cpu", torch.float32).contiguous()
+    values = torch.empty(rows.shape, dtype=torch.uint8)
+    scales, middles = torch.empty(2, len(rows), rows.shape[1] // INT4_GROUP, dtype=torch.bfloat16)
+    arguments = words(_ROUND, rows=rows, values=values, scales=scales, middles=middles, groups=scales.shape[1])
+    WORKERS.run(*job_list([(_rounding_function(), arguments, len(rows))]))
+    values, scales, middles = (part.to(weight.device) for part in (values, scales, middles))
     return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
 
-def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The values (N, K), scales and minimums (N, K / group) of rows (N, K)."""
-    groups = rows.float().unflatten(1, (-1, INT4_GROUP))  # (N, K / group, group)
-    low, high, mean = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True), groups.mean(-1, keepdim=True)
-    scales, minimums = _representable((high - low) / 15, low)
-    error = _error(groups, scales, minimums)
-    for width in _RANGES:
-        middle, half = (low + high) / 2, width * (high - low) / 2
-        fitted = _representable(*_least_squares(groups, mean, _integers(groups, 2 * half / 15, middle - half)))
-        fitted_error = _error(groups, *fitted)
-        better = fitted_error < error
-        scales, minimums, error = (
-            torch.where(better, new, old)
-            for new, old in zip((*fitted, fitted_error), (scales, minimums, error), strict=True)
-        )
-    values = _integers(groups, scales, minimums).to(torch.uint8)
-    return values.flatten(1), scales[..., 0].bfloat16(), (minimums + 8 * scales)[..., 0].bfloat16()
+_ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "groups": INT}
 
 
-# Scales, minimums and errors have the shape (N, K / group, 1) below.
+@cache
+def _rounding_function() -> int:
+    """The address of round(arguments, row)."""
+    module = ir.Module("rounding")
+    code, (pointer, row) = new_function(module, "round", [POINTER, INT])
+    given = read_words(code, pointer, _ROUND)
+    first = code.mul(row, given["groups"])
+
+    def round_group(index: ir.Value) -> None:
+        group = code.add(first, index)
+        start = code.mul(group, INT(INT4_GROUP))
+        weights = code.load(code.at(given["rows"], start), typ=ir.VectorType(FLOAT, INT4_GROUP), align=4)
+        values, scale, middle = _Group(code, weights).rounded()
+        values = code.fptoui(values, ir.VectorType(BYTE, INT4_GROUP))
+        code.store(values, code.at(given["values"], start, BYTE), align=1)
+        for name, factor in (("scales", scale), ("middles", middle)):
+            bits = code.trunc(code.lshr(code.bitcast(factor, _BITS), _BITS(16)), _HALF)
+            code.store(bits, code.at(given[name], group, _HALF), align=2)
+
+    code.for_each(given["groups"], round_group)
+    code.ret_void()
+    return compiled(module)("round")
 
 
-def _representable(scales: Tensor, minimums: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest scales and minimums whose scales and middles are values of bfloat16."""
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny).bfloat16().float()
-    return scales, (minimums + 8 * scales).bfloat16().float() - 8 * scales
+_BITS, _HALF = ir.IntType(32), ir.IntType(16)
 
 
-def _integers(groups: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    return (groups - minimums).div_(scales).round_().clamp_(0, 15)
+class _Group:
+    """Instructions that round the weights of a group, a vector."""
 
+    def __init__(self, code: Code, weights: ir.Value) -> None:
+        self._code, self._weights = code, weights
 
-def _error(groups: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
-    """The squared error of rounding."""
-    rounded = _integers(groups, scales, minimums).mul_(scales).add_(minimums)
-    return rounded.sub_(groups).square_().sum(-1, keepdim=True)
+    def rounded(self) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The integers, as floats, and their scale and middle."""
+        code = self._code
+        low, high = code.least(self._weights), code.largest(self._weights)
+        span, centre = code.fsub(high, low), code.fmul(code.fadd(low, high), FLOAT(0.5))
+        best = self._fitted(code.fdiv(span, FLOAT(15.0)), low)
+        for part in _RANGES:
+            width = code.fmul(span, FLOAT(part))
+            start = code.fsub(centre, code.fmul(width, FLOAT(0.5)))
+            values = self._integers(code.fdiv(width, FLOAT(15.0)), start)
+            other = self._fitted(*self._least_squares(values))
+            better = code.fcmp_ordered("<", other[3], best[3])
+            best = [code.select(better, new, old) for new, old in zip(other, best, strict=True)]
+        return best[0], best[1], best[2]
 
+    def _fitted(self, scale: ir.Value, minimum: ir.Value) -> list[ir.Value]:
+        """Integers, the representable scale and middle next to these, and the squared error."""
+        code = self._code
+        scale = self._bfloat16(code.maximum(scale, FLOAT(_TINY)))
+        middle = self._bfloat16(code.fadd(minimum, code.fmul(scale, FLOAT(8.0))))
+        minimum = code.fsub(middle, code.fmul(scale, FLOAT(8.0)))
+        values = self._integers(scale, minimum)
+        rounded = code.fadd(code.fmul(values, self._all(scale)), self._all(minimum))
+        errors = code.fsub(rounded, self._weights)
+        return [values, scale, middle, code.total(code.fmul(errors, errors))]
 
-def _least_squares(groups: Tensor, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minimums with which values * scales + minimums is closest to the groups. mean: of the groups."""
-    middle = values.mean(-1, keepdim=True)
-    centred = values.sub_(middle)
-    spread = centred.square().sum(-1, keepdim=True).clamp(min=1)  # zero only for constant groups
-    scales = centred.mul_(groups).sum(-1, keepdim=True) / spread
-    return scales, mean - scales * middle
+    def _integers(self, scale: ir.Value, minimum: ir.Value) -> ir.Value:
+        code = self._code
+        scale = code.maximum(scale, FLOAT(_TINY))
+        values = code.nearest(code.fdiv(code.fsub(self._weights, self._all(minimum)), self._all(scale)))
+        values = code.maximum(values, self._all(FLOAT(0.0)))
+        return code.select(code.fcmp_ordered("<", values, self._all(FLOAT(15.0))), values, self._all(FLOAT(15.0)))
+
+    def _least_squares(self, values: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The scale and minimum with which values * scale + minimum is closest to the weights."""
+        code, share = self._code, FLOAT(1.0 / INT4_GROUP)
+        middle, mean = (code.fmul(code.total(each), share) for each in (values, self._weights))
+        centred = code.fsub(values, self._all(middle))
+        spread = code.maximum(code.total(code.fmul(centred, centred)), FLOAT(1.0))  # zero only for constant groups
+        scale = code.fdiv(code.total(code.fmul(centred, self._weights)), spread)
+        return scale, code.fsub(mean, code.fmul(scale, middle))
+
+    def _bfloat16(self, value: ir.Value) -> ir.Value:
+        """The nearest value of bfloat16, the even one of two."""
+        code, bits = self._code, self._code.bitcast(value, _BITS)
+        up = code.add(_BITS(0x7FFF), code.and_(code.lshr(bits, _BITS(16)), _BITS(1)))
+        return code.bitcast(code.and_(code.add(bits, up), _BITS(0xFFFF0000)), FLOAT)
+
+    def _all(self, value: ir.Value) -> ir.Value:
+        return self._code.splat(value, INT4_GROUP)

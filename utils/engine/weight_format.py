@@ -97,8 +97,8 @@ def _needs_8_bits(name: str, weight: Tensor) -> bool:
 
 CONTEXT = 2048  # tokens of a typical long run
 BUFFERS = 200_000_000  # bytes of activations, logits and compiled code
-# Bytes of a weight with its share of scales and minimums, as engines hold it. Blocks of GGUF files differ in size.
-BYTES = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.75, "gguf": 0.75}
+# Bytes of a weight with its share of scales and shifts, as engines hold it. Blocks of GGUF files differ in size.
+BYTES = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.625, "gguf": 0.75}
 EIGHT_BITS = ("down_proj", "lm_head")  # weights that int4 keeps in 8 bits
 
 
@@ -202,10 +202,8 @@ def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
     if weights.as_loaded:
         return matrix.stored
     weights = weights.for_drafter() if matrix.is_drafter else weights
-    bits, group = _block_form(matrix, weights)
     kind = "int8" if weights.format == "int4" and matrix.name.endswith(EIGHT_BITS) else weights.format
-    share = (0.5 if bits <= 4 else 1.0) + 8.0 / group if bits else BYTES[kind]
-    return int(matrix.count * share)
+    return int(matrix.count * (_bytes_in_blocks(matrix, weights) or BYTES[kind]))
 
 
 def _stored_bytes(weight: Tensor) -> int:
@@ -213,11 +211,11 @@ def _stored_bytes(weight: Tensor) -> int:
     return weight.nbytes if source is None else weight.numel() * source.itemsize
 
 
-def _block_form(matrix: _Matrix, weights: EngineWeights) -> tuple[int, int]:
-    """The bits of a weight in a GGUF file and the size of its groups. Zeros if it is in none."""
+def _bytes_in_blocks(matrix: _Matrix, weights: EngineWeights) -> float:
+    """The bytes for each value of a weight in a GGUF file, 0 if it is in none."""
     with suppress(AttributeError, KeyError, TypeError):
-        return weights.blocks.form_of(matrix.name)  # type: ignore[union-attr,no-any-return]
-    return 0, 0
+        return weights.blocks.bytes_of(matrix.name)  # type: ignore[union-attr,no-any-return]
+    return 0.0
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

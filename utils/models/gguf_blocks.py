@@ -80,10 +80,9 @@ class GgufBlocks(Mapping[str, BlockWeight]):
         block = unpacked(stored.kind, data.reshape(stored.rows, -1))
         return _in_model_order(block, stored.name, self._processor)
 
-    def form_of(self, name: str) -> tuple[int, int]:
-        """Return the bits of a weight and the number of weights that share a scale. Raises KeyError."""
-        kind = self.index.tensors[name].kind
-        return (6, 16) if kind == "Q6_K" else (int(kind[1]), 32)
+    def bytes_of(self, name: str) -> float:
+        """Return the bytes that an engine holds for each value of a weight, scales included. Raises KeyError."""
+        return UNPACKERS[self.index.tensors[name].kind].held
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.tensors)
@@ -123,8 +122,8 @@ def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcess
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
-    rows, (unpack, size) = data.shape[0], UNPACKERS[kind]
-    blocks = unpack(torch.from_numpy(data).view(-1, size))
+    rows, form = data.shape[0], UNPACKERS[kind]
+    blocks = form.unpack(torch.from_numpy(data).view(-1, form.size))
     values = blocks.values.view(rows, -1)
     shifts = None if blocks.shifts is None else blocks.shifts.reshape(rows, -1)
     scales = blocks.scales.reshape(rows, -1)
@@ -212,14 +211,21 @@ def _q6_k(blocks: Tensor) -> _Blocks:
     return _Blocks(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 6)
 
 
-# Type of a tensor -> the function that unpacks its blocks, and the bytes of a block.
-UNPACKERS: dict[str, tuple[Callable[[Tensor], _Blocks], int]] = {
-    "Q4_0": (_q4_0, 18),
-    "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
-    "Q8_0": (_q8_0, 34),
-    "Q4_K": (_q4_k, 144),
-    "Q5_K": (_q5_k, 176),
-    "Q6_K": (_q6_k, 210),
+class _Type(NamedTuple):
+    """A type of tensors. size: bytes of a block in the file. held: bytes for each weight in an engine."""
+
+    unpack: Callable[[Tensor], _Blocks]
+    size: int
+    held: float
+
+
+UNPACKERS = {
+    "Q4_0": _Type(_q4_0, 18, 0.5625),
+    "Q4_1": _Type(_q4_1, 20, 0.625),
+    "Q5_0": _Type(_q5_0, 22, 1.0625),
+    "Q5_1": _Type(_q5_1, 24, 1.125),
+    "Q8_0": _Type(_q8_0, 34, 1.0625),
+    "Q4_K": _Type(_q4_k, 144, 0.75),
+    "Q5_K": _Type(_q5_k, 176, 1.25),
+    "Q6_K": _Type(_q6_k, 210, 1.25),
 }
