@@ -106,7 +106,9 @@ def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.V
 
     def read(name: str) -> ir.Value:
         stored = _vector(code, code.at(own[name], place, kind), kind)
-        return code.fpext(stored, _FLOATS) if form.scales == "float16" else _as_float(code, stored)
+        if form.scales == "float16":
+            return code.fpext(stored, _FLOATS)
+        return code.widened(stored) if form.scales == "bfloat16" else stored
 
     scale = read("scales")
     shift = read("shifts") if form.has_shifts else _ZERO
@@ -115,19 +117,14 @@ def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.V
     return scale, shift
 
 
-def _as_float(code: Code, stored: ir.Value) -> ir.Value:
-    """float32 of float32 or of the bits of bfloat16."""
-    if stored.type == _FLOATS:
-        return stored
-    return code.bitcast(code.shl(code.zext(stored, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _FLOATS)
-
-
 def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.Value:
     """The values of one input as float32. In 4 bits value i of a word is times 16^i, because it stays where it is;
     `_scales_of_word` are the inverses for the inputs.
     """
-    if form.kind in ("float32", "bfloat16"):
-        return _as_float(code, packed)
+    if form.kind == "float32":
+        return packed
+    if form.kind == "bfloat16":
+        return code.widened(packed)
     if form.kind == "uint4":
         if place == IN_WORD - 1:  # shifted, so that the sign stays zero
             packed, place = code.lshr(packed, ir.Constant(_WORDS, [4] * LANES)), place - 1

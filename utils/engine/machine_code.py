@@ -72,6 +72,12 @@ class Code(ir.IRBuilder):
         word = ir.IntType(32)
         self._intrinsic("prefetch.p0", ir.VoidType(), [pointer, word(0), word(3), word(1)])
 
+    def widened(self, x: ir.Value) -> ir.Value:
+        """float32 of the bits of bfloat16, both in a vector."""
+        kind = ir.VectorType(ir.IntType(32), x.type.count)
+        bits = self.shl(self.zext(x, kind), ir.Constant(kind, [16] * x.type.count))
+        return self.bitcast(bits, ir.VectorType(FLOAT, x.type.count))
+
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
         """A vector of equal values."""
         undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
@@ -109,12 +115,12 @@ class Code(ir.IRBuilder):
         return self.select(self.fcmp_ordered(">", first, second), first, second)
 
     def least(self, x: ir.Value) -> ir.Value:
-        """The smallest value of a vector."""
-        return self._intrinsic(f"vector.reduce.fmin.v{x.type.count}f32", FLOAT, [x])
+        """The smallest value of a vector of numbers."""
+        return self._intrinsic(f"vector.reduce.fmin.v{x.type.count}f32", FLOAT, [x], ("nnan",))
 
     def largest(self, x: ir.Value) -> ir.Value:
-        """The largest value of a vector."""
-        return self._intrinsic(f"vector.reduce.fmax.v{x.type.count}f32", FLOAT, [x])
+        """The largest value of a vector of numbers."""
+        return self._intrinsic(f"vector.reduce.fmax.v{x.type.count}f32", FLOAT, [x], ("nnan",))
 
     def nearest(self, x: ir.Value) -> ir.Value:
         """The nearest integers, the even ones of two."""

@@ -117,11 +117,12 @@ def round_int4(weight: Tensor) -> BlockWeight:
     """
     if weight.shape[1] % INT4_GROUP:
         raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {INT4_GROUP}")
-    rows = weight.detach().to("cpu", torch.float32).contiguous()
+    rows = weight.detach().cpu().contiguous()
+    rows = rows if rows.dtype == torch.bfloat16 else rows.float()
     values = torch.empty(rows.shape, dtype=torch.uint8)
     scales, middles = torch.empty(2, len(rows), rows.shape[1] // INT4_GROUP, dtype=torch.bfloat16)
     arguments = words(_ROUND, rows=rows, values=values, scales=scales, middles=middles, groups=scales.shape[1])
-    WORKERS.run(*job_list([(_rounding_function(), arguments, len(rows))]))
+    WORKERS.run(*job_list([(_rounding_function(rows.dtype), arguments, len(rows))]))
     values, scales, middles = (part.to(weight.device) for part in (values, scales, middles))
     return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
@@ -130,8 +131,9 @@ _ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POIN
 
 
 @cache
-def _rounding_function() -> int:
-    """The address of round(arguments, row)."""
+def _rounding_function(dtype: torch.dtype) -> int:
+    """The address of round(arguments, row) for weights in float32 or bfloat16."""
+    stored = FLOAT if dtype == torch.float32 else _HALF
     module = ir.Module("rounding")
     code, (pointer, row) = new_function(module, "round", [POINTER, INT])
     given = read_words(code, pointer, _ROUND)
@@ -140,7 +142,8 @@ def _rounding_function() -> int:
     def round_group(index: ir.Value) -> None:
         group = code.add(first, index)
         start = code.mul(group, INT(INT4_GROUP))
-        weights = code.load(code.at(given["rows"], start), typ=ir.VectorType(FLOAT, INT4_GROUP), align=4)
+        weights = code.load(code.at(given["rows"], start, stored), typ=ir.VectorType(stored, INT4_GROUP), align=2)
+        weights = weights if dtype == torch.float32 else code.widened(weights)
         values, scale, middle = _Group(code, weights).rounded()
         values = code.fptoui(values, ir.VectorType(BYTE, INT4_GROUP))
         code.store(values, code.at(given["values"], start, BYTE), align=1)
