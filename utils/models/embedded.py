@@ -143,10 +143,11 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from utils.models.gguf_blocks import shared_reader
     from utils.models.load_errors import quiet
 
     # The bar of the conversion is hidden: the caller reports how far it has got.
-    with quiet(), redirect_stderr(StringIO()):
+    with quiet(), redirect_stderr(StringIO()), shared_reader(gguf):
         # Without dequantization `save_pretrained` raises.
         dequantize = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -6,11 +6,15 @@ whose weights have another form are left out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import torch
 from gguf import GGUFReader
@@ -80,6 +84,14 @@ class GgufBlocks(Mapping[str, BlockWeight]):
         block = unpacked(stored.kind, data.reshape(stored.rows, -1))
         return _in_model_order(block, stored.name, self._processor)
 
+    def halves(self) -> Iterator[tuple[str, Tensor]]:
+        """All float16 numbers of the file, with the names of their weights. A weight is finite if they are."""
+        for name, stored in self.index.tensors.items():
+            form = UNPACKERS[stored.kind]
+            blocks = np.memmap(self._path, np.uint8, "r", stored.offset, (stored.size // form.size, form.size))
+            for at in form.halves:
+                yield name, torch.from_numpy(np.array(blocks[:, at : at + 2])).view(torch.float16)
+
     def bytes_of(self, name: str) -> float:
         """Return the bytes that an engine holds for each value of a weight, scales included. Raises KeyError."""
         return UNPACKERS[self.index.tensors[name].kind].held
@@ -113,6 +125,35 @@ def block_index(reader: GGUFReader, model: PreTrainedModel) -> BlockIndex:
             if tensor.tensor_type.name in UNPACKERS
         },
     )
+
+
+class _Reader(GGUFReader):
+    """A reader that slices a plain array, because slices of a memmap are slow to make."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._data = np.asarray(mapped)
+
+
+@contextmanager
+def shared_reader(path: Path) -> Iterator[GGUFReader]:
+    """Read the header of a file once. Transformers reads it for each of config, tokenizer and weights, and makes the
+    table of tensor names for every module of a model, which takes many seconds for a large vocabulary.
+    """
+    reader, originals = _Reader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
+
+    def read(other: str | Path, *arguments: Any) -> GGUFReader:
+        return reader if os.path.samefile(other, path) else originals[0](other, *arguments)
+
+    gguf.GGUFReader, gguf.get_tensor_name_map = read, cache(originals[1])
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
 def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcessor:
@@ -212,20 +253,23 @@ def _q6_k(blocks: Tensor) -> _Blocks:
 
 
 class _Type(NamedTuple):
-    """A type of tensors. size: bytes of a block in the file. held: bytes for each weight in an engine."""
+    """A type of tensors. size: bytes of a block in the file. halves: where its float16 numbers begin. held: bytes for
+    each weight in an engine.
+    """
 
     unpack: Callable[[Tensor], _Blocks]
     size: int
+    halves: tuple[int, ...]
     held: float
 
 
 UNPACKERS = {
-    "Q4_0": _Type(_q4_0, 18, 0.5625),
-    "Q4_1": _Type(_q4_1, 20, 0.625),
-    "Q5_0": _Type(_q5_0, 22, 1.0625),
-    "Q5_1": _Type(_q5_1, 24, 1.125),
-    "Q8_0": _Type(_q8_0, 34, 1.0625),
-    "Q4_K": _Type(_q4_k, 144, 0.75),
-    "Q5_K": _Type(_q5_k, 176, 1.25),
-    "Q6_K": _Type(_q6_k, 210, 1.25),
+    "Q4_0": _Type(_q4_0, 18, (0,), 0.5625),
+    "Q4_1": _Type(_q4_1, 20, (0, 2), 0.625),
+    "Q5_0": _Type(_q5_0, 22, (0,), 1.0625),
+    "Q5_1": _Type(_q5_1, 24, (0, 2), 1.125),
+    "Q8_0": _Type(_q8_0, 34, (0,), 1.0625),
+    "Q4_K": _Type(_q4_k, 144, (0, 2), 0.75),
+    "Q5_K": _Type(_q5_k, 176, (0, 2), 1.25),
+    "Q6_K": _Type(_q6_k, 210, (208,), 1.25),
 }

@@ -41,7 +41,14 @@ from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement
 from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
-from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, tensor_processor
+from utils.models.gguf_blocks import (
+    BlockIndex,
+    GgufBlocks,
+    Stored,
+    block_index,
+    shared_reader,
+    tensor_processor,
+)
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import free_bytes
 from utils.models.sources import Source
@@ -88,28 +95,35 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
     with explained_errors(source.name), quiet():
         folder, made_from = cache_entry(path, "blocks")
         if not is_intact(folder, made_from):
-            model = empty_model(AutoConfig.from_pretrained(source.location, **source.arguments), torch.float32)
-            if isinstance(reason := read_decoder(model), str):
-                return reason
-            where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
-            try:
-                with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
-                    made.mkdir()
-                    _unpack(source, made, model)
-                    tokenizer = load_tokenizer(source)
-                    if source.name == MODEL_NAME:
-                        split_digits(tokenizer)
-                    tokenizer.save_pretrained(made)
-            except OSError as error:
-                raise UserError(
-                    f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
-                    "there, set XDG_CACHE_HOME to a writable folder, or leave --engine-weights out."
-                ) from error
-            del model
+            with shared_reader(path) as reader:
+                if reason := _prepare(source, reader, folder, made_from, where):
+                    return reason
             release_memory()
         _check_memory(source.name, path, folder)
         where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(path.stat().st_size)}) ...")
         return InBlocks(*_loaded(source.name, path, folder))
+
+
+def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, where: Placement) -> str | None:
+    """Write what `_loaded` reads. Returns a reason as `load_in_blocks` does. Raises UserError."""
+    model = empty_model(AutoConfig.from_pretrained(source.location, **source.arguments), torch.float32)
+    if isinstance(reason := read_decoder(model), str):
+        return reason
+    where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
+    try:
+        with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
+            made.mkdir()
+            _unpack(source, reader, made, model)
+            tokenizer = load_tokenizer(source)
+            if source.name == MODEL_NAME:
+                split_digits(tokenizer)
+            tokenizer.save_pretrained(made)
+    except OSError as error:
+        raise UserError(
+            f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
+            "there, set XDG_CACHE_HOME to a writable folder, or leave --engine-weights out."
+        ) from error
+    return None
 
 
 def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
@@ -128,17 +142,13 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     return InBlocks(model, load_tokenizer(Source(str(folder), name)), blocks)
 
 
-def _unpack(source: Source, folder: Path, model: PreTrainedModel) -> None:
+def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedModel) -> None:
     """Write everything but the tokenizer. Raises UserError if weights are missing or not finite."""
-    path = Path(source.location, str(source.gguf))
-    reader = GGUFReader(path)
-    index = block_index(reader, model)
+    path, index = Path(source.location, str(source.gguf)), block_index(reader, model)
     dense = _dense_tensors(reader, model, index)
     blocks = GgufBlocks(path, model, index)
-    in_blocks = ((name, part) for name, block in blocks.items() for part in (block.scales, block.shifts))
-    for name, tensor in (*dense.items(), *in_blocks):
-        if tensor is not None:
-            check_tensor(tensor, source.name, name)
+    for name, tensor in (*dense.items(), *blocks.halves()):
+        check_tensor(tensor, source.name, name)
     if missing := _set_weights(model, dense, blocks):
         raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
     save_file(dense, folder / DENSE, metadata={"format": "pt"})
@@ -224,8 +234,9 @@ def convert(source: Source, folder: Path, where: Placement) -> None:
         raise OSError(None, f"{byte_size(free)} free, {byte_size(needed)} needed")
     where.report(f"converting {source.name} (once, cached in {folder.parent.parent}) ...")
     # On the CPU, because the model is only written to disk, and silently, because the conversion is reported above.
-    model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
-    tokenizer = load_tokenizer(source)
+    with shared_reader(Path(source.location, str(source.gguf))):
+        model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
+        tokenizer = load_tokenizer(source)
     with quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

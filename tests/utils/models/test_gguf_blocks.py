@@ -11,7 +11,7 @@ from tiny_gguf import write_gguf
 
 from utils.models.checkpoints import load_model
 from utils.models.devices import Placement
-from utils.models.gguf_blocks import UNPACKERS, GgufBlocks, unpacked
+from utils.models.gguf_blocks import UNPACKERS, BlockIndex, GgufBlocks, Stored, shared_reader, unpacked
 from utils.models.sources import locate
 
 GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
@@ -45,3 +45,36 @@ def test_blocks_of_a_file_are_the_weights_of_the_loaded_model(kind: str, tmp_pat
     assert blocks.keys() == linears - {"lm_head"} | {"model.embed_tokens"}
     for name, block in blocks.items():
         assert torch.equal(block.dense(), loaded.get_parameter(f"{name}.weight"))
+
+
+def test_a_shared_reader_reads_what_a_reader_of_its_own_does(tmp_path: Path) -> None:
+    paths = [tmp_path / "first.gguf", tmp_path / "second.gguf"]
+    for path in paths:
+        write_gguf(path, tiny_llama(vocab_size=300), tiny_tokenizer(), kind="Q8_0", parts=("_proj",))
+    own, originals = gguf.GGUFReader(paths[0]), (gguf.GGUFReader, gguf.get_tensor_name_map)
+    with pytest.raises(KeyError), shared_reader(paths[0]) as reader:
+        assert gguf.GGUFReader(str(paths[0])) is reader
+        assert gguf.GGUFReader(paths[1]) is not reader
+        assert {name: field.contents() for name, field in reader.fields.items()} == {
+            name: field.contents() for name, field in own.fields.items()
+        }
+        for tensor, same in zip(reader.tensors, own.tensors, strict=True):
+            assert (tensor.name, tensor.tensor_type) == (same.name, same.tensor_type)
+            assert np.array_equal(tensor.data, same.data)
+        raise KeyError
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == originals
+
+
+@pytest.mark.parametrize("kind", UNPACKERS)
+def test_halves_are_what_makes_a_weight_infinite(kind: str, tmp_path: Path) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    _, size = gguf.GGML_QUANT_SIZES[quantization]
+    data = np.random.default_rng(1).integers(0, 256, (400, size), dtype=np.uint8)
+    (tmp_path / "file").write_bytes(b"header" + data.tobytes())
+    blocks = object.__new__(GgufBlocks)
+    blocks._path = tmp_path / "file"
+    blocks.index = BlockIndex("llama", {"layer": Stored("blk", kind, 400, 6, data.size)})
+    finite = torch.stack([half.isfinite().flatten() for _, half in blocks.halves()]).all(0)
+    with np.errstate(all="ignore"):
+        reference = torch.from_numpy(gguf.dequantize(data, quantization)).isfinite().all(1)
+    assert torch.equal(finite, reference) and not finite.all() and finite.any()
