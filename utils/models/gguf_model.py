@@ -96,7 +96,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
         folder, made_from = cache_entry(path, "blocks")
         if not is_intact(folder, made_from):
             with shared_reader(path) as reader:
-                if reason := _prepare(source, reader, folder, made_from, where):
+                if reason := _prepare(source, reader, folder, made_from, where=where):
                     return reason
             release_memory()
         _check_memory(source.name, path, folder)
@@ -104,7 +104,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
         return InBlocks(*_loaded(source.name, path, folder))
 
 
-def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, where: Placement) -> str | None:
+def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *, where: Placement) -> str | None:
     """Write what `_loaded` reads. Returns a reason as `load_in_blocks` does. Raises UserError."""
     model = empty_model(AutoConfig.from_pretrained(source.location, **source.arguments), torch.float32)
     if isinstance(reason := read_decoder(model), str):
