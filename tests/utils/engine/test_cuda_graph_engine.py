@@ -17,7 +17,7 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine, cuda_graph, graph_cache
 from utils.engine.cuda_graph import CudaGraphEngine
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.layer_engine import BIT_IDENTICAL
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
