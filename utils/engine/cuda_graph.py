@@ -19,7 +19,7 @@ from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length, is_spread
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
-from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, Slot, SlotPool, recorded_cache
+from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Slot, SlotPool, recorded_cache
 from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
 from utils.engine.selftest import DIFFERENT_LOGITS
 from utils.engine.weight_format import EngineWeights
@@ -34,11 +34,11 @@ ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "out
 class GraphForward:
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
-    record: makes a recording of a function. Graphs are recorded when they are first needed. whole: of the model that
+    record: a CudaRecorder or its like. Graphs are recorded when they are first needed. whole: of the model that
     this one was cut out of; the cut runs eagerly when that model does.
     """
 
-    def __init__(self, model: PreTrainedModel, record: Record, whole: "GraphForward | None" = None) -> None:
+    def __init__(self, model: PreTrainedModel, record: Any, whole: "GraphForward | None" = None) -> None:
         self.original, self._whole, self.is_removed = model.forward, whole, False
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
         self._record, self._limit = record, context_length(model)
@@ -93,7 +93,8 @@ class GraphForward:
         static, graph = slot.graphs[kind]
         static[:, : ids.shape[1]] = ids
         graph.replay()
-        return graph.outputs
+        outputs: Outputs = graph.outputs
+        return outputs
 
     def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
         """Return the forward pass to record: the logits of all rows, and the hidden states."""

@@ -120,7 +120,7 @@ class Trials:
             for name, build in self.builders.items()
         }
         self._plan = SlicePlan.of(self.model)
-        left_out = self.model.config.get_text_config(decoder=True).num_hidden_layers - len(self._plan.order)
+        left_out = _layer_count(self.model) - len(self._plan.order)
         # Read before each pass, because the other layers of a whole model empty the processor's caches.
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
         part, logits = self._computed_slice()
@@ -193,7 +193,7 @@ class Trials:
         """The shortest of a few decode steps, and the time of a wide pass. A decode step mostly waits for memory, so
         that one thread may be as fast as several. Wide passes do not.
         """
-        probe = self._probes[name][max(self._probes[name])]
+        probe = self._deepest(name)
         wide = self._pass(probe, min(COMPARED_WIDTHS[-1], probe.max_width))
         return wide + min(self._pass(probe, 1) for _ in range(STEPS))
 
@@ -236,18 +236,23 @@ class Trials:
         step = totals[1]
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
         costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
-        reading = {depth: self._prefill_seconds(probe) for depth, probe in self._probes[name].items()}
-        rate = 1 / max(self._plan.total(reading), 1e-9)
+        # Almost all of the time of a prefill is spent in layers, and all kinds of them take about as long.
+        share = len(self._plan.order) / _layer_count(self.model) if self._plan.order else 1.0
+        rate = share / max(self._seconds_of_a_token(name), 1e-9)
         self._rows[name] = replace(self._rows[name], step_seconds=step, costs=costs, prefill=rate)
 
-    def _prefill_seconds(self, probe: ForwardProbe) -> float:
-        """Seconds for each token of a prompt, the shortest of two times if these are short."""
-        times: list[float] = []
+    def _seconds_of_a_token(self, name: str) -> float:
+        """Of a prefill, the shorter one of two if they are short."""
+        probe, times = self._deepest(name), list[float]()
         while len(times) < 2 and PREFILL_TOKENS * sum(times) < SLOW_PREFILL:
             start = self.meter.clock()
             tokens = probe.prefill(PREFILL_TOKENS)
             times.append((self.meter.clock() - start) / tokens)
         return min(times)
+
+    def _deepest(self, name: str) -> ForwardProbe:
+        """The probe of all measured layers."""
+        return self._probes[name][max(self._probes[name])]
 
 
 def fewest_threads(seconds: Mapping[int, float]) -> int:
@@ -286,7 +291,11 @@ def reason_of(error: BaseException) -> str:
     return next(iter(lines), type(error).__name__)[:MAX_REASON]
 
 
+def _layer_count(model: PreTrainedModel) -> int:
+    return max(1, model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
 def _block_bytes(model: PreTrainedModel) -> int:
     """The bytes of a block, on average, as loaded."""
     total = sum(part.nbytes for name, part in model.named_parameters() if ".layers." in name or ".h." in name)
-    return int(total // max(1, model.config.get_text_config(decoder=True).num_hidden_layers))
+    return total // _layer_count(model)

@@ -1,6 +1,5 @@
 """The CUDA graph engine as a row of the table: what it supports, promises, notices and leaves behind."""
 
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -99,7 +98,7 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
 
 def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Engine([MODELS["llama"]()]).problem("cuda_graph")  # on a CPU
-    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", OnCpu)
     prefer("cuda_graph")
     model = MODELS["llama"]()
     engine = Engine([model])
@@ -110,7 +109,7 @@ def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", replace(LAYER_ENGINES["cuda_graph"], build=OnCpu))
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", OnCpu)
 
     def refuse(self: FakeRecorder, run: Any) -> FakeGraph:
         raise RuntimeError("operation not permitted when stream is capturing")
