@@ -105,7 +105,7 @@ class Engine:
         # Found out now: the layers of an installed engine could not be read.
         self._problems = {name: self._built(name).unsupported() for name in LAYER_ENGINES}
         self._references: list[selftest.Reference] = []
-        self._key, self._tested_on = "", ""  # of the present result
+        self._key = ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.longer: LongerContext | None = None  # the same in a longer context
@@ -131,10 +131,6 @@ class Engine:
     def problem(self, name: str) -> str:
         """Return why an engine cannot compute these models in the loaded number format."""
         return self._problems[name]
-
-    def need(self, name: str) -> int:
-        """Return the bytes of memory that an engine takes beyond what the models hold without any."""
-        return self._built(name).need()
 
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.
@@ -203,10 +199,9 @@ class Engine:
         if self.results is None or not self._key or state.reason == INTERRUPTED:
             return
         if not any(row.raised for row in self.table.values()):
+            tested_on = state.tested_on or date.today().isoformat()
             measured = (self.step_seconds, self.costs, self.longer, self.draft_seconds, self.table)
-            self.results.put(
-                self._key, StoredResult(state.kind, state.reason, state.threads, self._tested_on, *measured)
-            )
+            self.results.put(self._key, StoredResult(state.kind, state.reason, state.threads, tested_on, *measured))
 
     def _built(self, name: str) -> PlainEngine:
         return LAYER_ENGINES[name](self._models, self._helpers, self._weights)
@@ -245,13 +240,13 @@ class Engine:
     def _memory_problem(self, name: str) -> str:
         """Why an engine does not fit into memory, if it does not."""
         freed = max(0, self._engine.nbytes() - self._held)  # by the engine that is in use now
-        return memory_problem(self._models, self.need(name), self.available() + freed)
+        return memory_problem(self._models, self._built(name).need(), self.available() + freed)
 
     def _prepare(
         self, name: str, thread_count: int, stored: StoredResult | None, extent: Extent = "first"
     ) -> EngineState:
         """Choose, install, test and measure, as far as no stored result holds."""
-        self._key, self._tested_on = self._key_of(name, thread_count), date.today().isoformat()
+        self._key = self._key_of(name, thread_count)
         before = torch.get_num_threads()
         try:
             self._engine.remove()
@@ -281,7 +276,7 @@ class Engine:
             return False
         self.step_seconds, self.costs, self.longer = stored.step_seconds, stored.costs, stored.longer
         self.draft_seconds, self.table = dict(stored.draft_seconds), dict(stored.table)
-        self.has_stored_costs, self._tested_on = True, stored.tested_on
+        self.has_stored_costs = True
         self._set_state(stored.kind, stored.threads, stored.reason, stored.tested_on)
         return True
 
@@ -312,7 +307,7 @@ class Engine:
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
         table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
-        table = {name: replace(row, nbytes=self._engine.nbytes() + self.need(name)) for name, row in table.items()}
+        table = {name: replace(row, nbytes=self._engine.nbytes() + self._built(name).need()) for name, row in table.items()}
         tried = {name: LAYER_ENGINES[name] for name, row in table.items() if row.is_candidate}
         # On other devices than a CPU the number of threads hardly matters.
         on_cpu = self._target.device.type == "cpu"

@@ -307,7 +307,6 @@ def _stored(pair: Pair) -> Conventions | None:
     file = _readings(pair)
     if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None
-    del entry["digest"]
     with suppress(TypeError):  # of a version with other conventions
         return Conventions(**entry | {"feature_layers": tuple(entry["feature_layers"])})
     return None
