@@ -34,25 +34,23 @@ ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "out
 class GraphForward:
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
-    record: a CudaRecorder or its like. Graphs are recorded when they are first needed. whole: of the model that
-    this one was cut out of; the cut runs eagerly when that model does.
+    record: a CudaRecorder or its like. Graphs are recorded when they are first needed.
     """
 
-    def __init__(self, model: PreTrainedModel, record: Any, whole: "GraphForward | None" = None) -> None:
-        self.original, self._whole, self.is_removed = model.forward, whole, False
+    def __init__(self, model: PreTrainedModel, record: Any) -> None:
+        self.original = model.forward
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
         self._record, self._limit = record, context_length(model)
         self._layers, self.pool = len(DynamicCache(config=model.config).layers), SlotPool(model.device)
         self._parameters = self.__signature__.parameters
 
-    def new_cache(self) -> GraphCache | None:
-        """Return an empty cache for a session, or None if any other one will do."""
-        is_removed = self.is_removed or (self._whole is not None and self._whole.is_removed)
-        return None if is_removed else GraphCache(self.pool, self._layers)
+    def new_cache(self) -> GraphCache:
+        """Return an empty cache for a session."""
+        return GraphCache(self.pool, self._layers)
 
     def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
         """Return the same for a model that was cut out of this one."""
-        return GraphForward(cut, self._record, self)
+        return GraphForward(cut, self._record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = None if args else self._replayed(kwargs)
@@ -168,7 +166,6 @@ class CudaGraphEngine(PlainEngine):
     def remove(self) -> None:
         """Put the original forward passes back."""
         for model, own in self._replaced:
-            cast(GraphForward, model.forward).is_removed = True
             del model.forward
             if own is not None:  # of a library that had replaced it before, such as accelerate
                 model.forward = own

@@ -201,7 +201,8 @@ class Engine:
         if not any(row.raised for row in self.table.values()):
             tested_on = state.tested_on or date.today().isoformat()
             measured = (self.step_seconds, self.costs, self.longer, self.draft_seconds, self.table)
-            self.results.put(self._key, StoredResult(state.kind, state.reason, state.threads, tested_on, *measured))
+            result = StoredResult(state.kind, state.reason, state.threads, tested_on, *measured)
+            self.results.put(self._key, asdict(result))
 
     def _built(self, name: str) -> PlainEngine:
         return LAYER_ENGINES[name](self._models, self._helpers, self._weights)
@@ -215,7 +216,7 @@ class Engine:
     def _stored(self, name: str, thread_count: int) -> StoredResult | None:
         """A result of an earlier start that still holds."""
         key = self._key_of(name, thread_count)
-        stored = None if self.results is None or not key else self.results.get(key)
+        stored = None if self.results is None or not key else self.results.result(key)
         if stored is None or not stored.step_seconds or stored.kind not in self.candidates():
             return None
         if name == AUTO and stored.table and choose(stored.table, self.workload).name != stored.kind:

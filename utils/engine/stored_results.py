@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -32,18 +32,16 @@ VARIABLES = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "BLIS_", "TORCH_", "PYTORCH_"),
     *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_TF32", "LD_PRELOAD"),
 )
-FORMAT, VERSION = "results of the engine's self-test", 5
-MAX_ENTRIES = 32
+MAX_ENTRIES = 32  # of a file
 
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """The file. Its folder need not exist yet. format, version: what the entries are. most: how many are kept."""
+    """Entries in a JSON file. Its folder need not exist yet. format, version: what the entries are."""
 
     path: Path
     format: str
     version: int
-    most: int
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The entry with this key, if there is one."""
@@ -70,7 +68,7 @@ class EntryFile:
         return {}
 
     def _write(self, entries: Mapping[str, Any]) -> None:
-        newest = dict([*entries.items()][-self.most :])
+        newest = dict([*entries.items()][-MAX_ENTRIES:])
         content = json.dumps({"format": self.format, "version": self.version, "entries": newest}, indent=1)
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,32 +96,21 @@ class StoredResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultFile:
-    """The file. Its folder need not exist yet."""
+class ResultFile(EntryFile):
+    """The file of results."""
 
-    path: Path
+    format: str = "results of the engine's self-test"
+    version: int = 5
 
-    def get(self, key: str) -> StoredResult | None:
+    def result(self, key: str) -> StoredResult | None:
         """The result with this key, if there is one."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            if (entry := self._file.get(key)) is not None:
+            if (entry := self.get(key)) is not None:
                 if entry["longer"] is not None:
                     entry["longer"] = LongerContext(**_with_tuples(entry["longer"]))
                 table = {name: EngineFigures(**_with_tuples(row)) for name, row in entry["table"].items()}
                 return StoredResult(**_with_tuples(entry) | {"table": table})
         return None
-
-    def put(self, key: str, result: StoredResult) -> None:
-        """Store a result in place of an earlier one. Does nothing if the file cannot be written."""
-        self._file.put(key, asdict(result))
-
-    def drop(self, key: str) -> None:
-        """Forget a result."""
-        self._file.drop(key)
-
-    @property
-    def _file(self) -> EntryFile:
-        return EntryFile(self.path, FORMAT, VERSION, MAX_ENTRIES)
 
 
 def _with_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:

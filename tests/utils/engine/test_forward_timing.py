@@ -1,5 +1,6 @@
 """Costs of verify passes, from a clock that the test advances."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,8 @@ def test_short_contexts_limit_the_width() -> None:
 def test_costs_of_both_lengths_are_stored(longer: LongerContext | None, tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
     result = StoredResult("plain", "", 1, "2026-11-23", 0.01, (0.2, 0.4), longer, {"head": [0.1, 0.2]})
-    file.put("key", result)
-    assert file.get("key") == result
+    file.put("key", asdict(result))
+    assert file.result("key") == result
 
 
 def test_an_engine_measures_both_lengths() -> None:

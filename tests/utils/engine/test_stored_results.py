@@ -1,6 +1,5 @@
 """Results of trials and self-tests from one start to the next: what is used, rechecked, kept, and not trusted."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, timedelta
@@ -83,28 +82,23 @@ def test_costs_of_models_that_stay_plain_are_stored_too(file: ResultFile) -> Non
 
 
 def test_only_the_newest_results_are_kept(file: ResultFile) -> None:
-    result = file.get("nothing")
-    assert result is None
-    start(file)
-    (key,) = json.loads(file.path.read_text())["entries"]
-    result = file.get(key)
-    assert result is not None
-    for number in range(MAX_ENTRIES):
-        file.put(str(number), result)
-    assert file.get(key) is None and file.get("0") == file.get(str(MAX_ENTRIES - 1)) == result
-    file.drop("0")
-    assert file.get("0") is None and file.get("1") == result
+    assert file.get("nothing") is None
+    for number in range(MAX_ENTRIES + 1):
+        file.put(str(number), {"number": number})
+    assert file.get("0") is None and file.get("1") == {"number": 1}
+    file.drop("1")
+    assert file.get("1") is None and file.get("2") == {"number": 2}
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b"null", b'{"format": 3}', b"9" * 5000])
 def test_a_damaged_or_foreign_file_counts_as_absent_and_is_replaced(content: bytes, file: ResultFile) -> None:
-    entries = EntryFile(file.path, "results", 1, 2)
+    entries = EntryFile(file.path, "results", 1)
     file.path.parent.mkdir()
     file.path.write_bytes(content)
     assert entries.get("key") is None
     entries.put("key", {"a": 1})
-    assert EntryFile(file.path, "results", 1, 2).get("key") == {"a": 1}
-    assert EntryFile(file.path, "results", 2, 2).get("key") is None, "of another version"
+    assert EntryFile(file.path, "results", 1).get("key") == {"a": 1}
+    assert EntryFile(file.path, "results", 2).get("key") is None, "of another version"
 
 
 @pytest.mark.parametrize("change", [{"unknown": 1}, {"table": 3}, {"longer": [1]}])
