@@ -56,14 +56,15 @@ def width_dependence(
     widths: at which the first layer and the output head are tested, in ascending order. complete: test them at every
     width, and whole models at more positions and widths.
     """
-    whole_widths, positions = (WIDTHS, POSITIONS) if complete else (START_WIDTHS, START_POSITIONS)
-    tests = [(model, whole_widths, positions)]
     if widths:
         widths = EVERY_WIDTH if complete else widths
         # The other layers usually have the same shapes, so most widths are tested on one of them only.
         part = _first_layer(model)
-        tests = [(part, widths, widths[-1]), *(tests if part is not model else ())]
-    return next(filter(None, (_dependence(*test, thread_count, report) for test in tests)), "")
+        failure = _dependence(part, widths, widths[-1], thread_count, report)
+        if failure or part is model:  # it cannot be cut, so all of it was tested
+            return failure
+    whole_widths, positions = (WIDTHS, POSITIONS) if complete else (START_WIDTHS, START_POSITIONS)
+    return _dependence(model, whole_widths, positions, thread_count, report)
 
 
 def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report = unreported) -> str:

@@ -128,7 +128,7 @@ class Trials:
         del part
         release_memory()  # it is as large as all other engines together
         self._for_each(partial(self._prepare, None, logits), [name for name in self.builders if name != PLAIN])
-        self._for_each(self._choose_threads, self.builders)
+        self._for_each(self._choose_threads, self.builders if len(self.thread_counts) > 1 else ())
         self._measure_widths()
         self._for_each(self._finish, self.builders)
         return self._rows
@@ -162,10 +162,10 @@ class Trials:
         engine = self.builders[name]([own], [], self.weights)
         exact, install = self.weights.as_loaded, partial(engine.install, self.report)
         differs = partial(selftest.deviation, own, logits, exact=exact) if part is None else lambda: ""
-        failure = install_compared(engine, own, install, differs)
-        self._rows[name] = replace(
-            self._rows[name], promise=engine.promise, problem=FAILED.format(failure) if failure else ""
-        )
+        if failure := install_compared(engine, own, install, differs):
+            self._rows[name] = replace(self._rows[name], problem=FAILED.format(failure))
+            return
+        self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
         self._probes[name] = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(own).items()}
         self._samples[name] = {}
 
@@ -292,10 +292,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def _layer_count(model: PreTrainedModel) -> int:
-    return max(1, model.config.get_text_config(decoder=True).num_hidden_layers)
+    return max(1, int(model.config.get_text_config(decoder=True).num_hidden_layers))
 
 
 def _block_bytes(model: PreTrainedModel) -> int:
     """The bytes of a block, on average, as loaded."""
     total = sum(part.nbytes for name, part in model.named_parameters() if ".layers." in name or ".h." in name)
-    return total // _layer_count(model)
+    return int(total // _layer_count(model))
