@@ -31,6 +31,7 @@ EVICTED = 1 << 28  # bytes that are read before each pass
 THREAD_TURNS, STEPS = 4, 2  # turns of all numbers of threads, and decode steps of each
 MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds
 SLOW_PREFILL = 0.6  # seconds of a prefill from which it is measured once
+MAX_SLOWNESS = 2.0  # an engine with decode steps longer than this many of the best ones is measured in one turn
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
 WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 PLAIN = "plain"
@@ -208,10 +209,13 @@ class Trials:
 
     def _measure_widths(self) -> None:
         """Measure decode steps and verify passes of all engines in turns, under the same conditions."""
-        start = self.meter.clock()
+        start, names = self.meter.clock(), [*self.builders]
         for turn in range(1, MAX_TURNS + 1):
             self.report(f"engines: measuring verify passes, turn {turn}")
-            self._for_each(self._turn, self.builders if turn % 2 else reversed([*self.builders]))
+            self._for_each(self._turn, names if turn % 2 else reversed(names))
+            steps = {name: sum(map(min, self._samples[name][1].values())) for name in names if self._samples.get(name)}
+            # One turn of an engine that is far slower is enough.
+            names = [name for name in steps if steps[name] <= MAX_SLOWNESS * min(steps.values())]
             if turn >= MIN_TURNS and self.meter.clock() - start > ENOUGH:
                 return
 
