@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from utils.engine import Engine
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.trials import Meter, Trials
 
 RUN = Trials.run

@@ -17,7 +17,7 @@ from typing import Any
 
 from arms import Arm, Run
 
-from utils.engine import threads
+from utils.engine.machine import candidate_threads
 from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.embedded import embedded_gguf
@@ -152,7 +152,7 @@ def _start(arguments: Sequence[str], found: dict[str, str], ids: list[int]) -> P
     command = [sys.executable, str(WORKER), *arguments]
     peers = [Peer(command, name, variables) for name, variables in environments(found).items()]
     try:
-        return fastest(peers, threads.candidate_counts(), ids)
+        return fastest(peers, candidate_threads(), ids)
     except BaseException:
         for peer in peers:
             peer.close()

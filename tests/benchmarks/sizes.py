@@ -30,8 +30,7 @@ from transformers import AutoTokenizer
 
 from utils.bounds import ENGINE_WEIGHTS
 from utils.comparison.records import versions
-from utils.engine.machine import machine_facts
-from utils.engine.threads import candidate_counts
+from utils.engine.machine import candidate_threads, machine_facts
 from utils.freed_memory import available_memory
 from utils.models.embedded import embedded_folder
 from utils.screen.renderer import Renderer, make_renderer
@@ -144,7 +143,7 @@ def arms_of(form: str, flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def measure(row: Row, files: Files, flags: argparse.Namespace, *, tokenizer: Any, work: Path) -> Figures:
     """The figures of a row, in a new cache folder."""
-    bounds, counts = Bounds(flags.limit * 1e9, flags.seconds, flags.longest), candidate_counts()
+    bounds, counts = Bounds(flags.limit * 1e9, flags.seconds, flags.longest), candidate_threads()
     if row.arm == LLAMA:
         return run_peer(["llama.cpp", str(files.target)], counts, tokenizer, bounds)
     if row.arm == GENERATE:

@@ -19,10 +19,10 @@ from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length, is_spread
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
-from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Record, Slot, SlotPool, recorded_cache
-from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
+from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Slot, SlotPool, recorded_cache
+from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
 from utils.engine.selftest import DIFFERENT_LOGITS
-from utils.engine.weight_format import EngineWeights, tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
@@ -34,25 +34,23 @@ ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "out
 class GraphForward:
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
-    record: makes a recording of a function. Graphs are recorded when they are first needed. whole: of the model that
-    this one was cut out of; the cut runs eagerly when that model does.
+    record: a CudaRecorder or its like. Graphs are recorded when they are first needed.
     """
 
-    def __init__(self, model: PreTrainedModel, record: Record, whole: "GraphForward | None" = None) -> None:
-        self.original, self._whole, self.is_removed = model.forward, whole, False
+    def __init__(self, model: PreTrainedModel, record: Any) -> None:
+        self.original = model.forward
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
         self._record, self._limit = record, context_length(model)
         self._layers, self.pool = len(DynamicCache(config=model.config).layers), SlotPool(model.device)
         self._parameters = self.__signature__.parameters
 
-    def new_cache(self) -> GraphCache | None:
-        """Return an empty cache for a session, or None if any other one will do."""
-        is_removed = self.is_removed or (self._whole is not None and self._whole.is_removed)
-        return None if is_removed else GraphCache(self.pool, self._layers)
+    def new_cache(self) -> GraphCache:
+        """Return an empty cache for a session."""
+        return GraphCache(self.pool, self._layers)
 
     def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
         """Return the same for a model that was cut out of this one."""
-        return GraphForward(cut, self._record, self)
+        return GraphForward(cut, self._record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = None if args else self._replayed(kwargs)
@@ -93,7 +91,8 @@ class GraphForward:
         static, graph = slot.graphs[kind]
         static[:, : ids.shape[1]] = ids
         graph.replay()
-        return graph.outputs
+        outputs: Outputs = graph.outputs
+        return outputs
 
     def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
         """Return the forward pass to record: the logits of all rows, and the hidden states."""
@@ -124,38 +123,32 @@ def _is_plain_call(kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-class CudaGraphEngine:
+class CudaGraphEngine(PlainEngine):
     """Recorded forward passes of the models of a pair. helpers, such as a draft head, stay as they are.
 
-    promise: set by the self-test if the logits have the same bits at every tested width and buffer length.
+    promise: set by `install` if the logits have the same bits at every tested width and buffer length. A replay does
+    not depend on the number of CPU threads, so there is no further self-test.
     """
 
-    promise = ""
-    has_own_forward = False
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._models, self._helpers, self._formats = list(models), list(helpers), weights
-        self._attention = [model.config._attn_implementation for model in self._models]  # another engine may change it
+        super().__init__(models, helpers, weights)
+        self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
         self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that were set on them
-        self.weights = weight_format(self._models[0])
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
-        if not self._formats.as_loaded:
-            return f"{self._formats.format} engine weights are computed on CPUs only"
+        if not self._format.as_loaded:
+            return f"{self._format.format} engine weights are computed on CPUs only"
         if other := next((name for name in self._attention if name not in ("sdpa", "eager")), None):
             return f"it uses {other} attention"
         return next(filter(None, (_unsupported(model, self.recorder.device_type) for model in self._models)), "")
 
-    def need(self) -> int:
-        """Return 0: weights stay where they are."""
-        return 0
-
     def install(self, report: Report = unreported) -> str:
-        """Replace the forward passes, record them and run the self-test. Returns why it failed."""
+        """Replace the forward passes, record them and test them. Returns why that failed."""
         self.promise = ""
-        reference = [selftest.prefill_logits(model) for model in self._models]
+        reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
         equal = True
         for model in self._models:
             forward = GraphForward(model, self.recorder(model.device))
@@ -170,26 +163,14 @@ class CudaGraphEngine:
         self.promise = BIT_IDENTICAL if equal else ""
         return ""
 
-    def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
-        """Test nothing, since a replay does not depend on the number of CPU threads."""
-        return ""
-
-    def set_threads(self, count: int) -> None:
-        """Let what still runs on the CPU use this number of threads."""
-        torch.set_num_threads(count)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the weights."""
-        return tensor_bytes([*self._models, *self._helpers])
-
     def remove(self) -> None:
         """Put the original forward passes back."""
         for model, own in self._replaced:
-            cast(GraphForward, model.forward).is_removed = True
             del model.forward
             if own is not None:  # of a library that had replaced it before, such as accelerate
                 model.forward = own
         self._replaced = []
+        super().remove()
 
 
 def _unsupported(model: PreTrainedModel, device_type: str) -> str:

@@ -17,18 +17,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from utils.engine import selftest, threads
+from utils.engine import machine, selftest
+from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
-from utils.engine.engine_table import LAYER_ENGINES
-from utils.engine.fingerprint import result_key
 from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, times_have_changed, verify_costs
-from utils.engine.layer_engine import NO_PROMISE, LayerEngine, Report, unreported
-from utils.engine.stored_results import ResultFile, StoredResult
-from utils.engine.trials import FAILED, PLAIN, Meter, Trials, install_compared, reason_of
+from utils.engine.invariant import InvariantEngine
+from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
+from utils.engine.stored_results import ResultFile, StoredResult, result_key
+from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, install_compared, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 
+# A new engine needs a row here and its name in `utils.bounds.ENGINES`.
+LAYER_ENGINES: dict[str, type[PlainEngine]] = {
+    PLAIN: PlainEngine,
+    "invariant": InvariantEngine,
+    "cuda_graph": CudaGraphEngine,
+}
 AS_LOADED = EngineWeights()
 AUTO = "auto"
 NOT_TESTED = "not tested"
@@ -41,7 +47,7 @@ class EngineState:
 
     kind: "plain" or a name in LAYER_ENGINES. weights: the number format of the linear weights. verified: whether the
     self-test passed with this number of threads. reason: why it did not, or why the engine is plain. tested_on: the day
-    of the self-test, if only one verify width was tested again at this start; otherwise empty.
+    of the self-test, if only a slice was tested again at this start; otherwise empty.
     """
 
     kind: str
@@ -54,17 +60,13 @@ class EngineState:
     def sentence(self) -> str:
         """Return one line for the screen."""
         plural = "s" if self.threads > 1 else ""
-        when = f" on {self.tested_on}, one verify width rechecked now" if self.tested_on else ""
+        when = f" on {self.tested_on}, a slice rechecked now" if self.tested_on else ""
         guarantee = f"verified{when}" if self.verified else f"not guaranteed ({self.reason})"
         # `make gpu-check` is how to change that.
         untried = "; this engine has never been run on a GPU" if self.kind == "cuda_graph" else ""
         return (
             f"{self.kind}, {self.weights} weights, {self.threads} thread{plural}; bit-identical: {guarantee}{untried}"
         )
-
-    def figures(self) -> dict[str, Any]:
-        """Return the fields for a record."""
-        return asdict(self)
 
 
 class Engine:
@@ -98,13 +100,12 @@ class Engine:
         self.defers_costs = False
         self.meter, self.workload = Meter(), TYPICAL
         self.table: dict[str, EngineFigures] = {}
-        self._engine: LayerEngine = self._built(PLAIN)
+        self._engine = self._built(PLAIN)
         self._held = self._engine.nbytes()  # without an engine
         # Found out now: the layers of an installed engine could not be read.
-        self._problems = {name: self._problem(name) for name in LAYER_ENGINES}
-        self._tested: dict[str, set[int]] = {}  # numbers of threads with which each engine's self-test passed
-        self._references: list[tuple[PreTrainedModel, selftest.Reference]] = []
-        self._key, self._tested_on = "", ""  # of the present result
+        self._problems = {name: self._built(name).unsupported() for name in LAYER_ENGINES}
+        self._references: list[selftest.Reference] = []
+        self._key = ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.longer: LongerContext | None = None  # the same in a longer context
@@ -113,7 +114,9 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            reason = self._shared_problem()
+            problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
+            shared, each = {*problems.values()}, "; ".join(f"{name}: {text}" for name, text in problems.items())
+            reason = shared.pop() if len(shared) == 1 else each
             raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     @property
@@ -129,10 +132,6 @@ class Engine:
         """Return why an engine cannot compute these models in the loaded number format."""
         return self._problems[name]
 
-    def need(self, name: str) -> int:
-        """Return the bytes of memory that an engine takes beyond what the models hold without any."""
-        return self._built(name).need()
-
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.
 
@@ -143,16 +142,15 @@ class Engine:
         UserError if the engine fails its self-test; the models then stay plain, as after Ctrl-C.
         """
         self._check(name)
-        stored = self._stored(name, thread_count)
-        return self._prepare(name, thread_count, stored)
+        return self._prepare(name, thread_count, self._stored(name, thread_count))
 
     def test(self, name: str, thread_count: int) -> EngineState:
         """Like `use`, but test and measure everything again, whatever is stored. Raises UserError as `use` does."""
         self._check(name)
         if self.results is not None and (key := self._key_of(name, thread_count)):
             self.results.drop(key)
-        self.table, self._tested = {}, {}
-        return self._prepare(name, thread_count, None, complete=True)
+        self.table = {}
+        return self._prepare(name, thread_count, None, "complete")
 
     def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
         """Measure decode steps and verify passes in a short and in a longer context. probe: a new one if None."""
@@ -188,32 +186,26 @@ class Engine:
     def figures(self) -> dict[str, Any]:
         """Return the fields for a record."""
         other = self.faster_baseline()
-        return self.state.figures() | {
-            "table": {name: row.record() for name, row in self.table.items()},
+        return asdict(self.state) | {
+            "table": {name: asdict(row) for name, row in self.table.items()},
             "faster_baseline": None if other is None else asdict(other),
         }
 
     def store(self) -> None:
-        """Store what was tested and measured for the next start. Does nothing without a file."""
-        if self.results is None or not self._key or self.state.reason == INTERRUPTED:
-            return
+        """Store what was tested and measured for the next start. Does nothing without a file, and nothing if an engine
+        raised an error, whose reason may be gone by then.
+        """
         state = self.state
-        result = StoredResult(
-            kind=state.kind,
-            reason=state.reason,
-            tested_on=self._tested_on,
-            tested_counts=tuple(sorted(self._tested.get(state.kind, ()))),
-            threads=state.threads,
-            step_seconds=self.step_seconds,
-            costs=self.costs,
-            longer=self.longer,
-            draft_seconds=self.draft_seconds,
-            table=self.table,
-        )
-        self.results.put(self._key, result)
+        if self.results is None or not self._key or state.reason == INTERRUPTED:
+            return
+        if not any(row.raised for row in self.table.values()):
+            tested_on = state.tested_on or date.today().isoformat()
+            measured = (self.step_seconds, self.costs, self.longer, self.draft_seconds, self.table)
+            result = StoredResult(state.kind, state.reason, state.threads, tested_on, *measured)
+            self.results.put(self._key, asdict(result))
 
-    def _built(self, name: str) -> LayerEngine:
-        return LAYER_ENGINES[name].build(self._models, self._helpers, self._weights)
+    def _built(self, name: str) -> PlainEngine:
+        return LAYER_ENGINES[name](self._models, self._helpers, self._weights)
 
     def _key_of(self, name: str, thread_count: int) -> str:
         """The key under which results are stored. Empty if they are not stored."""
@@ -224,27 +216,13 @@ class Engine:
     def _stored(self, name: str, thread_count: int) -> StoredResult | None:
         """A result of an earlier start that still holds."""
         key = self._key_of(name, thread_count)
-        stored = None if self.results is None or not key else self.results.get(key)
-        if stored is None or stored.has_expired(date.today()) or not stored.step_seconds:
-            return None
-        if stored.kind not in self.candidates() or name not in (AUTO, stored.kind):
+        stored = None if self.results is None or not key else self.results.result(key)
+        if stored is None or not stored.step_seconds or stored.kind not in self.candidates():
             return None
         if name == AUTO and stored.table and choose(stored.table, self.workload).name != stored.kind:
             self.table = dict(stored.table)  # choose anew, measure nothing
             return None
         return stored
-
-    def _problem(self, name: str) -> str:
-        engine = self._built(name)
-        if reason := engine.unsupported():
-            return reason
-        return "" if engine.weights == self.format else f"it computes {engine.weights}, not {self.format}"
-
-    def _shared_problem(self) -> str:
-        """Why no engine other than the plain one can compute these models."""
-        problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
-        shared = set(problems.values())
-        return shared.pop() if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in problems.items())
 
     def _check(self, name: str) -> None:
         """Refuse an engine that cannot compute these models, or for which memory does not suffice."""
@@ -263,30 +241,28 @@ class Engine:
     def _memory_problem(self, name: str) -> str:
         """Why an engine does not fit into memory, if it does not."""
         freed = max(0, self._engine.nbytes() - self._held)  # by the engine that is in use now
-        return memory_problem(self._models, self.need(name), self.available() + freed)
+        return memory_problem(self._models, self._built(name).need(), self.available() + freed)
 
     def _prepare(
-        self, name: str, thread_count: int, stored: StoredResult | None, *, complete: bool = False
+        self, name: str, thread_count: int, stored: StoredResult | None, extent: Extent = "first"
     ) -> EngineState:
         """Choose, install, test and measure, as far as no stored result holds."""
-        self._key, self._tested_on = self._key_of(name, thread_count), date.today().isoformat()
+        self._key = self._key_of(name, thread_count)
+        before = torch.get_num_threads()
         try:
-            with threads.restored_on_error():
-                self._engine.remove()
-                self._engine = self._built(PLAIN)
-                if stored is None or not self._restored(stored):
-                    self._chosen(name, thread_count, complete=complete)
-                    if not self.defers_costs:
-                        self.measure()
-        except KeyboardInterrupt:
-            self._use_plain(INTERRUPTED)
-            raise
-        except UserError as error:
-            self._use_plain(str(error))
-            remedy = "use /engine plain" if self._weights.as_loaded and name != PLAIN else "start with other options"
-            raise UserError(f"{error} Instead, {remedy}.") from error
-        except Exception as error:
-            self._use_plain(reason_of(error))
+            self._engine.remove()
+            self._engine = self._built(PLAIN)
+            if stored is None or not self._restored(stored):
+                self._use_best(name, thread_count, extent)
+                if not self.defers_costs:
+                    self.measure()
+        except BaseException as error:
+            torch.set_num_threads(before)
+            self._use_plain(INTERRUPTED if isinstance(error, KeyboardInterrupt) else reason_of(error))
+            if isinstance(error, UserError):
+                as_loaded = self._weights.as_loaded and name != PLAIN
+                remedy = "use /engine plain" if as_loaded else "start with other options"
+                raise UserError(f"{error} Instead, {remedy}.") from error
             raise
         finally:
             self._references = []
@@ -295,128 +271,105 @@ class Engine:
         return self.state
 
     def _restored(self, stored: StoredResult) -> bool:
-        """Install the engine of a stored result and test one verify width. Returns False if it failed."""
-        if self._install(stored.kind, stored.threads, self._one_width):
+        """Install the engine of a stored result and test a slice again. Returns False if it failed."""
+        if self._install(stored.kind, stored.threads, "later"):
+            self._references = []  # of less than a first start compares
             return False
-        self._tested[stored.kind] = set(stored.tested_counts)
-        self.step_seconds, self.costs, self.has_stored_costs = stored.step_seconds, stored.costs, True
-        self.longer = stored.longer
+        self.step_seconds, self.costs, self.longer = stored.step_seconds, stored.costs, stored.longer
         self.draft_seconds, self.table = dict(stored.draft_seconds), dict(stored.table)
-        self._tested_on = stored.tested_on
-        self._set_state(stored.kind, stored.threads, stored.reason, tested_on=stored.tested_on)
+        self.has_stored_costs = True
+        self._set_state(stored.kind, stored.threads, stored.reason, stored.tested_on)
         return True
 
-    def _chosen(self, name: str, thread_count: int, *, complete: bool) -> None:
+    def _use_best(self, name: str, thread_count: int, extent: Extent) -> None:
         """Install the best engine, or the one that was asked for, and test it. Raises UserError if none is left."""
-        known = thread_count or threads.requested_threads() or 0
-        rows = {other: self._unmeasured(other, self.problem(other)) for other in LAYER_ENGINES} if name == AUTO else {}
-        names = [other for other in rows if not rows[other].problem] if name == AUTO else [name]
+        known = thread_count or machine.requested_threads()
+        names = self.candidates() if name == AUTO else [name]
         if not all(other in self.table for other in names):
-            self.table |= rows | self._measured(names, known)
+            rows = {other: self._unmeasured(other, self.problem(other)) for other in LAYER_ENGINES}
+            self.table |= (rows if name == AUTO else {}) | self._measured(names, known)
         while True:
-            row = {other: self.table.get(other, EngineFigures()) for other in rows or names}
-            choice = choose(row, self.workload) if name == AUTO else Choice(name)
+            choice = choose(self.table, self.workload) if name == AUTO else Choice(name)
             if not choice.name:
                 raise UserError(f"No engine computes {self.format} weights here: {choice.reason}.")
-            count = known or row[choice.name].threads or torch.get_num_threads()
-            failure = self._install(choice.name, count, partial(self._self_test, choice.name, count, complete))
-            self._note_test(choice.name, failure)
-            if not failure:
+            row = self.table[choice.name]
+            count = known or row.threads or torch.get_num_threads()
+            failed = self._install(choice.name, count, extent)
+            if failed is None:
+                self.table[choice.name] = replace(row, verified=bool(self._engine.promise))
                 reason = choice.reason if name == AUTO else "" if self._engine.promise else NO_PROMISE
                 self._set_state(choice.name, count, reason)
                 return
+            self.table[choice.name] = failed
             if name != AUTO:
-                raise UserError(f"The {name} engine failed its self-test: {failure}.")
-
-    def _note_test(self, name: str, failure: str) -> None:
-        row = replace(self.table.get(name, EngineFigures()), verified=not failure and bool(self._engine.promise))
-        self.table[name] = replace(row, problem=FAILED.format(failure), failed=True) if failure else row
-        if failure:  # those that were given up because they are slower are candidates again
-            given_up = {other for other, row in self.table.items() if row.step_seconds and not row.failed}
-            self.table |= {other: replace(self.table[other], problem="") for other in given_up}
+                reason = failed.problem.removeprefix(FAILED.format(""))
+                raise UserError(f"The {name} engine failed its self-test: {reason}.")
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
         table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
-        table = {name: replace(row, nbytes=self._engine.nbytes() + self.need(name)) for name, row in table.items()}
-        tried = [name for name, row in table.items() if row.is_candidate]
-        counts = [known] if known else self._thread_counts()
+        needs = {name: self._engine.nbytes() + self._built(name).need() for name in names}
+        table = {name: replace(row, nbytes=needs[name]) for name, row in table.items()}
+        tried = {name: LAYER_ENGINES[name] for name, row in table.items() if row.is_candidate}
+        # On other devices than a CPU the number of threads hardly matters.
+        on_cpu = self._target.device.type == "cpu"
+        counts = [known] if known else machine.candidate_threads() if on_cpu else [torch.get_num_threads()]
         if len(tried) < 2 and len(counts) < 2:
             return table
-        builders = {name: LAYER_ENGINES[name].build for name in tried}
-        trials = Trials(self._target, builders, self._weights, counts, self.report, self.meter)
+        trials = Trials(self._target, tried, self._weights, counts, self.report, self.meter)
         figures = trials.run()
         release_memory()  # the few layers of all engines
         if trials.reference is not None:
-            self._references = [(self._target, trials.reference)]
+            self._references = [trials.reference]
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 
     def _unmeasured(self, name: str, problem: str) -> EngineFigures:
-        return EngineFigures(problem, promise=self._built(name).promise)
+        return EngineFigures(problem, promise=LAYER_ENGINES[name].promise)
 
-    def _thread_counts(self) -> list[int]:
-        """The numbers of threads to choose from: on other devices than a CPU they hardly matter."""
-        return threads.candidate_counts() if self._target.device.type == "cpu" else [torch.get_num_threads()]
-
-    def _install(self, name: str, count: int, test: Callable[[LayerEngine], str]) -> str:
-        """Install an engine for whole models and test it. Returns why that failed; then no engine is installed."""
-        engine = self._built(name)
+    def _install(self, name: str, count: int, extent: Extent) -> EngineFigures | None:
+        """Install an engine for whole models and test it. Returns a row that says why that failed, if it did; then no
+        engine is installed.
+        """
+        engine, row = self._built(name), self.table.get(name, self._unmeasured(name, ""))
         try:
             if name != PLAIN:
-                self._add_references()
-            engine.set_threads(count)
+                self._add_references(passed=extent == "later")
+            torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
             install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
-            if name == PLAIN:
-                failure = install()
-            else:
-                failure = install_compared(engine, self._target, install, self._differs) or test(engine)
+            failure = install_compared(engine, self._target, install, self._differs)
+            failure = failure or engine.self_test(count, self.report, extent)
+            failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
             if name == PLAIN:
                 raise
-            failure = reason_of(error)
+            failed = failed_figures(error, row)
         except BaseException:
             with _uninterrupted():
                 engine.remove()
             raise
-        if failure:
+        release_memory()  # caches of keys and values of the test
+        if failed is not None:
             engine.remove()
         else:
             self._engine = engine
-        return failure
+        return failed
 
-    def _add_references(self) -> None:
+    def _add_references(self, *, passed: bool) -> None:
         """Compute the logits of models with weights of their own that are not known yet."""
-        known = [model for model, _ in self._references]
-        own = [model for model in self._models[1:] if not _shares_weights(model, self._target)]
-        for model in (self._target, *own):
-            if not any(model is other for other in known):
-                self._references.append((model, selftest.Reference.of(model, self._weights)))
+        for model in selftest.own_models(self._models):
+            if not any(model is reference.model for reference in self._references):
+                self._references.append(selftest.Reference.of(model, self._weights, passed=passed))
                 release_memory()  # the layers that they were computed with
 
     def _differs(self) -> str:
         """How logits of the first layers differ from those of transformers."""
-        return next(filter(None, (reference.difference(model) for model, reference in self._references)), "")
+        return next(filter(None, (reference.difference() for reference in self._references)), "")
 
-    def _self_test(self, name: str, count: int, complete: bool, engine: LayerEngine) -> str:
-        failure = engine.self_test(count, self.report, complete=complete)
-        release_memory()  # its caches of keys and values
-        if not failure:
-            self._tested.setdefault(name, set()).add(count)
-        return failure
-
-    def _one_width(self, engine: LayerEngine) -> str:
-        """Test one verify width of the target, another one on another day."""
-        if not engine.promise:
-            return ""
-        widths = selftest.RECHECKED_WIDTHS
-        return selftest.one_width_differs(self._target, widths[date.today().toordinal() % len(widths)])
-
-    def _set_state(self, kind: str, count: int, reason: str, *, tested_on: str = "") -> None:
-        engine = self._engine
-        verified = bool(engine.promise) and count in self._tested.get(kind, ())
-        self.state = EngineState(kind, engine.weights, verified, count, reason, tested_on if engine.promise else "")
+    def _set_state(self, kind: str, count: int, reason: str, tested_on: str = "") -> None:
+        verified = bool(self._engine.promise)
+        self.state = EngineState(kind, self.format, verified, count, reason, tested_on if verified else "")
 
     def _use_plain(self, reason: str) -> None:
         with _uninterrupted():
@@ -439,7 +392,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         with suppress(TypeError):  # a handler that was not set by Python
             signal.signal(signal.SIGINT, before)
-
-
-def _shares_weights(model: PreTrainedModel, target: PreTrainedModel) -> bool:
-    return model.get_input_embeddings().weight is target.get_input_embeddings().weight

@@ -4,13 +4,12 @@ Everything here is a pure function of figures.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from utils.engine.layer_engine import NO_PROMISE
 
 COMPARED_WIDTHS = (2, 5, 9)  # verify widths at which engines are compared
-PREFILL_TOKENS = 256
+PREFILL_TOKENS = 128
 ACCEPTANCE = 0.6  # of each draft: typical of small drafters and of n-grams in text that repeats itself
 PROMPT_TOKENS, NEW_TOKENS = 256, 128  # a typical request
 MAX_LOSS = 1.1  # equal bits are given up for more speed than this
@@ -19,22 +18,20 @@ NOTICEABLE = 1.05  # a smaller ratio of two decode steps is not reported
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """One row of measurements.
+    """One row of measurements. Figures that were not measured are 0 or empty.
 
-    problem: why the engine was not measured, or only in part. failed: whether it could not be installed or failed its
-    self-test; that may have a passing reason, such as memory. promise: see LayerEngine. verified: whether the self-test
-    has passed with this number of threads. threads: the fastest number. steps: (number of threads, seconds of a decode
-    step). step_seconds: with `threads`. costs: (verify width, time of a verify pass in decode steps). prefill: tokens
-    per second of a prompt of PREFILL_TOKENS. nbytes: that the weights of all models need. estimated: whether the
-    times were computed from those of a few layers. measured_on: a day. Figures that were not measured are 0 or empty.
+    problem: why the engine cannot be chosen. raised: whether that was an error, whose reason may be gone at the next
+    start. promise: see PlainEngine. verified: whether the self-test has passed. threads: the fastest number.
+    step_seconds: of a decode step. costs: (verify width, time of a verify pass in decode steps). prefill: tokens per
+    second of a prompt of PREFILL_TOKENS. nbytes: that the weights of all models need. estimated: whether the times were
+    computed from those of a few layers. measured_on: a day.
     """
 
     problem: str = ""
-    failed: bool = False
+    raised: bool = False
     promise: str = ""
     verified: bool = False
     threads: int = 0
-    steps: tuple[tuple[int, float], ...] = ()
     step_seconds: float = 0.0
     costs: tuple[tuple[int, float], ...] = ()
     prefill: float = 0.0
@@ -50,10 +47,6 @@ class EngineFigures:
     def cost(self, width: int) -> float | None:
         """The time of a verify pass of this width in decode steps. None if it was not measured."""
         return dict(self.costs).get(width)
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields for a record."""
-        return asdict(self)
 
 
 Table = Mapping[str, EngineFigures]
@@ -109,15 +102,11 @@ def expected_speed(figures: EngineFigures, workload: Workload = TYPICAL) -> floa
     width 1 included. The time of drafting is left out: it hardly depends on the engine.
     """
     step = max(figures.step_seconds, 1e-9)
-    best = max([1.0, *(_tokens(width) / cost for width, cost in figures.costs if cost)])
+    yields = {width: sum(ACCEPTANCE**accepted for accepted in range(width)) for width, _ in figures.costs}
+    best = max([1.0, *(yields[width] / cost for width, cost in figures.costs)])
     reading = PROMPT_TOKENS / figures.prefill if figures.prefill else 0.0
     alone, drafted = (NEW_TOKENS / (reading + NEW_TOKENS * step / gain) for gain in (1.0, best))
     return float((alone**workload.alone * drafted**workload.drafted) ** (1 / (workload.alone + workload.drafted)))
-
-
-def _tokens(width: int) -> float:
-    """The expected number of tokens of a verify pass."""
-    return float(sum(ACCEPTANCE**accepted for accepted in range(width)))
 
 
 def choose(table: Table, workload: Workload = TYPICAL) -> Choice:
@@ -125,13 +114,9 @@ def choose(table: Table, workload: Workload = TYPICAL) -> Choice:
 
     What an engine promises counts until its self-test fails: only the chosen engine need be tested.
     """
-    rows = {name: figures for name, figures in table.items() if figures.is_candidate}
-    if not rows:
+    speeds = {name: expected_speed(row, workload) for name, row in table.items() if row.is_candidate}
+    if not speeds:
         return Choice("", _problems(table))
-    if len(rows) == 1:  # it need not be measured
-        name = next(iter(rows))
-        return Choice(name, "" if rows[name].promise else _problems(table) or NO_PROMISE)
-    speeds = {name: expected_speed(figures, workload) for name, figures in rows.items()}
     fastest = max(speeds, key=lambda name: speeds[name])
     promised = [name for name in speeds if table[name].promise]
     if not promised:
@@ -156,10 +141,9 @@ def faster_baseline(table: Table, kind: str) -> FasterEngine | None:
 
     Both were measured in turns; steps that were measured at different times are not compared.
     """
-    own = table.get(kind)
-    if own is None or not own.step_seconds:
-        return None
     steps = {name: figures.step_seconds for name, figures in table.items() if figures.step_seconds}
+    if kind not in steps:
+        return None
     fastest = min(steps, key=lambda name: steps[name])
-    factor = own.step_seconds / steps[fastest]
+    factor = steps[kind] / steps[fastest]
     return FasterEngine(fastest, factor) if factor >= NOTICEABLE else None

@@ -55,18 +55,11 @@ class ForwardProbe:
         self._restart()
 
     def longer(self) -> "ForwardProbe | None":
-        """Return a probe of a clearly longer text, or None if the context is too short or reading the text takes long.
-        It takes the place of this one.
-        """
+        """Return a probe of a clearly longer text. None if the context is too short, or reading the text takes long."""
         limit, each = context_length(self._model), max(1, cache_bytes(self._model, 1))
         length = min(LONG, LONG_BYTES // each, *(() if limit is None else (limit - self.max_width,)))
-        if length < 2 * self.length:
-            return None
-        if not self._is_padded:
-            return None if self._model.device.type == "cpu" else ForwardProbe(self._model, length)
-        self.length = length
-        self._pad(length - 1)
-        return self
+        is_fast = self._is_padded or self._model.device.type != "cpu"
+        return ForwardProbe(self._model, length) if is_fast and length >= 2 * self.length else None
 
     def make_room(self, width: int) -> None:
         """Start the text anew if the model's context has no room for `width` more tokens."""
@@ -98,14 +91,10 @@ class ForwardProbe:
             self._session = self._new_session()
             self._context = self._session.begin(sample_ids(count, self._vocabulary))
             self._session.feed(self._context, keep=1)
-            self._pad(end)
+            self._is_padded = self._session.pad_cache(end)
             if self._is_padded:
+                self._context = sample_ids(end, self._vocabulary)
                 return
-
-    def _pad(self, length: int) -> None:
-        self._is_padded = self._session.pad_cache(length)
-        if self._is_padded:
-            self._context = sample_ids(length, self._vocabulary)
 
     def _new_session(self) -> ModelSession:
         try:
@@ -134,7 +123,8 @@ def verify_costs(
         probe.forward(1)
         fast = clock() - start < SLOW_STEP
         widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
-    times = width_seconds(probe, widths, clock, repeats=repeats, enough=_enough(repeats), report=report)
+    enough = ENOUGH * repeats / REPEATS
+    times = width_seconds(probe, widths, clock, repeats=repeats, enough=enough, report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
@@ -143,10 +133,6 @@ def verify_costs(
         return step, tuple(_interpolated(extra, width) for width in range(2, widths[-1] + 1))
     more = {width: extra[width] - (shorter[width - 2] if width > 1 else 0.0) for width in widths}
     return step, tuple(max(0.0, cost + _interpolated(more, width)) for width, cost in enumerate(shorter, start=2))
-
-
-def _enough(repeats: int) -> float:
-    return ENOUGH * repeats / REPEATS
 
 
 def _interpolated(values: Mapping[int, float], width: int) -> float:

@@ -6,7 +6,8 @@ cache of one run and is passed on to the next one. Lengths grow in steps: 512 po
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from weakref import finalize
 
 import torch
@@ -22,18 +23,6 @@ SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than 
 Outputs = tuple[Tensor, ...]
 
 
-class Recording(Protocol):
-    """A function without arguments whose operations are repeated on the tensors that it used when it was recorded."""
-
-    outputs: Outputs
-
-    def replay(self) -> None:
-        """Repeat the operations. The outputs keep their addresses and receive new values."""
-
-
-Record = Callable[[Callable[[], Outputs]], Recording]
-
-
 class CudaRecorder:
     """Records CUDA graphs on one device. Their temporary memory is shared, since outputs are copied after a replay."""
 
@@ -43,7 +32,10 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Outputs]) -> Recording:
+    def __call__(self, run: Callable[[], Outputs]) -> Any:
+        """Return an object whose `replay` repeats the operations of `run` on the tensors that they used. Its `outputs`
+        keep their addresses and receive new values.
+        """
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -55,12 +47,7 @@ class CudaRecorder:
             # Other threads may allocate memory meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = run()
-        return _CudaRecording(graph, outputs)
-
-
-class _CudaRecording:
-    def __init__(self, graph: Any, outputs: Outputs) -> None:
-        self.outputs, self.replay = outputs, graph.replay
+        return SimpleNamespace(outputs=outputs, replay=graph.replay)
 
 
 class Slot:
@@ -70,7 +57,7 @@ class Slot:
         self.capacity = capacity
         self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
-        self.graphs: dict[Any, tuple[Tensor, Recording]] = {}  # static input ids and graph, by what was recorded
+        self.graphs: dict[Any, tuple[Tensor, Any]] = {}  # static input ids and graph, by what was recorded
 
     def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
         """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""

@@ -4,7 +4,8 @@ A verify pass then gives exactly the logits of single decode steps, so greedy te
 bit. On a CPU in float32 it is faster than the plain layers as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,32 +17,26 @@ from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.kernels import KnownLayers, blocked_builder, compiled_builder
-from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import GroupBuilder, restore_linears, swap_linears
+from utils.engine.module_swap import restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import release
-from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, tensor_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
-class InvariantEngine:
-    """Row-invariant layers in the models of a pair.
-
-    models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head, whose drafts are verified in any case. weights: the format of linear weights; another
-    than the loaded one cannot be undone.
-    """
+class InvariantEngine(PlainEngine):
+    """Row-invariant layers in the models of a pair."""
 
     promise = BIT_IDENTICAL
+    has_own_forward = True
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._models, self._helpers, self._format = list(models), list(helpers), weights
-        self._plain_attention = [model.config._attn_implementation for model in self._models]
+        super().__init__(models, helpers, weights)
+        self._plain_attention = [model.config._attn_implementation for model in models]
         self._installed = False
-        self.has_own_forward = True
-        self.weights = weight_format(self._models[0]) if weights.as_loaded else weights.format
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
@@ -49,11 +44,9 @@ class InvariantEngine:
         return next(filter(None, reasons), "")
 
     def _format_problem(self, model: PreTrainedModel) -> str:
-        if self._format.as_loaded:
+        if self._format.as_loaded or (model.device.type == "cpu" and weight_format(model) == "float32"):
             return ""
-        if model.device.type != "cpu" or weight_format(model) != "float32":
-            return f"{self._format.format} weights are computed for models in float32 on a CPU only"
-        return ""
+        return f"{self._format.format} weights are computed for models in float32 on a CPU only"
 
     def need(self) -> int:
         """Return the bytes of packed weights, less those that packing frees."""
@@ -65,7 +58,9 @@ class InvariantEngine:
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
-        swap_linears([*self._models, *self._helpers], self._kernel_builder(), report)
+        is_compiled = _is_compiled(self._models[0])
+        builder = compiled_builder(self._format, KnownLayers.of(self._models)) if is_compiled else blocked_builder
+        swap_linears([*self._models, *self._helpers], builder, report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
@@ -76,29 +71,18 @@ class InvariantEngine:
                 return UNKNOWN_WINDOW
         return ""
 
-    def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
+    def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
         every = selftest.TILED_WIDTHS if _is_compiled(self._models[0]) else selftest.EVERY_WIDTH
-        tests = (
+        own, tests = selftest.own_models(self._models), list[Callable[[], str]]()
+        if extent == "later":
+            tests += (partial(selftest.slice_dependence, model, thread_count, report) for model in own)
+        else:
+            test = partial(selftest.width_dependence, complete=extent == "complete", report=report)
             # The layers of a drafter that was cut out of the target are tested with the target.
-            selftest.width_dependence(
-                model,
-                thread_count,
-                widths=every if index == 0 or not self._shares_weights_with_target(model) else (),
-                complete=complete,
-                report=report,
-            )
-            for index, model in enumerate(self._models)
-        )
-        return next(filter(None, tests), "")
-
-    def set_threads(self, count: int) -> None:
-        """Compute with this number of threads."""
-        torch.set_num_threads(count)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the weights, of packed ones as well."""
-        return tensor_bytes([*self._models, *self._helpers])
+            widths = [every if any(model is other for other in own) else () for model in self._models]
+            tests += (partial(test, *pair, thread_count) for pair in zip(self._models, widths, strict=True))
+        return next(filter(None, (test() for test in tests)), "")
 
     def remove(self) -> None:
         """Put nn.Linear layers and the original attention back."""
@@ -108,17 +92,8 @@ class InvariantEngine:
             restore_linears([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
-            release(self._models)
             self._installed = False
-
-    def _shares_weights_with_target(self, model: PreTrainedModel) -> bool:
-        # A layer cut shares its modules with the target; a drafter that was loaded does not.
-        return model.get_input_embeddings().weight is self._models[0].get_input_embeddings().weight
-
-    def _kernel_builder(self) -> GroupBuilder:
-        if not _is_compiled(self._models[0]):
-            return blocked_builder
-        return compiled_builder(self._format, KnownLayers.of(self._models))
+        super().remove()
 
 
 def _is_compiled(model: PreTrainedModel) -> bool:

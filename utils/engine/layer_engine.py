@@ -1,9 +1,17 @@
-"""What every engine provides. `utils.engine.engine_table` lists them, `utils.engine.engine` chooses one."""
+"""What every engine provides, and the plain one. `utils.engine.engine` lists the engines and chooses one."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from utils.engine.stored_weights import fill, release
+from utils.engine.weight_format import EngineWeights, placeholder_bytes, tensor_bytes
 
 Report = Callable[[str], None]  # shows how far a step has got
+# Of a self-test: that of a first start, that of a later one, which repeats little of it, or more than a start does.
+Extent = Literal["first", "later", "complete"]
 BIT_IDENTICAL = "bit-identical at every verify width"
 NO_PROMISE = "rounding depends on the verify width"
 
@@ -12,37 +20,46 @@ def unreported(text: str) -> None:
     """Show nothing."""
 
 
-class LayerEngine(Protocol):
-    """A way to compute the layers of some models. Nothing changes before `install`.
+class PlainEngine:
+    """The models as PyTorch and transformers compute them, and the base of every other way to compute their layers.
 
-    Reasons are clauses without a full stop, such as "it is an encoder-decoder model". An empty string means that there
-    is none. After `remove`, an engine can be installed again.
+    models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
+    tested, such as a draft head, whose drafts are verified in any case. weights: the format of linear weights; another
+    than the loaded one cannot be undone.
+
+    Nothing changes before `install`, and after `remove` an engine can be installed again. Reasons are clauses without a
+    full stop, such as "it is an encoder-decoder model". An empty string means that there is none.
     """
 
-    promise: str  # BIT_IDENTICAL, or empty. The self-test holds the engine to it
-    weights: str  # number format of the linear weights while installed
-    has_own_forward: bool  # with False set, transformers' forward pass runs over its kernels
+    promise = ""  # BIT_IDENTICAL, or empty. The self-test holds the engine to it
+    has_own_forward = False  # with False set, transformers' forward pass runs over its kernels
+
+    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
+        self._models, self._helpers, self._format = list(models), list(helpers), weights
 
     def unsupported(self) -> str:
         """Return why these models cannot be computed this way."""
+        return "" if self._format.as_loaded else f"it has no {self._format.format} weights"
 
     def need(self) -> int:
         """Return the bytes of memory that the installed engine takes beyond what the models hold without it."""
+        return placeholder_bytes(self._models)
 
-    def install(self, report: Report) -> str:
+    def install(self, report: Report = unreported) -> str:
         """Replace the layers, one at a time. Returns why that is not possible."""
+        if self.need():
+            report("reading the weights")
+        fill(self._models)
+        return ""
 
-    def self_test(self, thread_count: int, report: Report, *, complete: bool) -> str:
-        """Test what the installed layers promise, with this number of threads. Returns why the test failed.
-
-        complete: whether to test more widths than a start does.
-        """
-
-    def set_threads(self, count: int) -> None:
-        """Compute with this number of threads from now on."""
+    def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
+        """Test what the installed layers promise, with this number of threads. Returns why the test failed."""
+        return ""
 
     def nbytes(self) -> int:
-        """Return the bytes of the weights of all models while the engine is installed."""
+        """Return the bytes of the weights of all models as they are held now."""
+        return tensor_bytes([*self._models, *self._helpers])
 
     def remove(self) -> None:
-        """Put the plain layers back. Does nothing if they are in place."""
+        """Put the plain layers back, and leave weights to their files again."""
+        release(self._models)

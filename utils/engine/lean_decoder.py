@@ -15,14 +15,13 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import in_prefill
+from utils.decode.engine_forward import PREFILL_CHUNK, in_prefill
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts, Product
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
-PREFILL_ROWS = 512  # of a chunk
 PROGRAMS = 24  # numbers of rows whose programs are kept
 ROWS_AT_ONCE = 256  # of attention in a prefill: few, because a call reads all keys up to its last row for each row
 
@@ -102,8 +101,8 @@ class LeanDecoder:
                 **others,
             )
         cache = self.new_cache() if past_key_values is None else past_key_values
-        compute = self._prefill if in_prefill() else self._layers
-        states = compute(input_ids, cache, every=bool(output_hidden_states))
+        with WORKERS.lock:  # programs share buffers
+            states = self._layers(input_ids, cache, every=bool(output_hidden_states))
         logits = self._logits(states[-1], logits_to_keep)
         self.unnormed = states.pop(-2) if output_hidden_states else None
         return CausalLMOutputWithPast(
@@ -142,20 +141,11 @@ class LeanDecoder:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
         return self._original(**arguments)
 
-    def _prefill(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        """Like `_layers`, in chunks."""
-        chunks = [self._layers(part, cache, every=every) for part in ids.split(PREFILL_ROWS, dim=1)]
-        return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
-
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         """The states (B, T, hidden): after the final norm, and all before it if `every`.
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
         """
-        with WORKERS.lock:  # programs share buffers
-            return self._computed(ids, cache, every=every)
-
-    def _computed(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         spec, (batch, count) = self._spec, ids.shape
         program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
         x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
@@ -182,7 +172,7 @@ class LeanDecoder:
             if not fits or len(self._programs) >= PROGRAMS:
                 self._programs = {}
             if buffers is None or not fits:
-                rows, keeps_all = max(rows, PREFILL_ROWS), keeps or (buffers is not None and buffers.keeps)
+                rows, keeps_all = max(rows, PREFILL_CHUNK), keeps or (buffers is not None and buffers.keeps)
                 buffers = self._buffers = None  # freed before the next ones are made
                 with torch.inference_mode(False):  # passes in other modes write them as well
                     buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)

@@ -1,5 +1,10 @@
-"""What this machine is: processor, cores, memory and GPUs, as records and reports name it."""
+"""What this machine is, as records and reports name it, and the numbers of threads that it can compute with.
 
+More threads stream weights faster, but every small matrix product has to synchronize all of them. Which number is the
+fastest depends on the model, the machine and its other load, so engines are measured with each of them.
+"""
+
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -13,6 +18,17 @@ import torch
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
 FEATURE_KEYS = ("flags", "Features")
+AVAILABLE_THREADS = torch.get_num_threads()  # at import: the number of cores, or OMP_NUM_THREADS
+
+
+def requested_threads() -> int:
+    """Return the number of threads that the environment asks for, or 0."""
+    return AVAILABLE_THREADS if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ else 0
+
+
+def candidate_threads(available: int = AVAILABLE_THREADS) -> list[int]:
+    """Return the numbers of threads to try: the powers of two, and all."""
+    return sorted({*(2**power for power in range(available.bit_length())), available})
 
 
 @cache
@@ -46,10 +62,9 @@ def cpu_features(info: Path = CPU_INFO) -> list[str]:
 
 
 def _first_processor(info: Path) -> dict[str, str]:
-    try:
-        lines = [line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        lines = []  # not Linux
+    if not info.is_file():  # not Linux
+        return {}
+    lines = [line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines()]
     return {key.strip(): value.strip() for key, _, value in reversed(lines)}
 
 

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from utils.engine.layer_engine import Report, unreported
-
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -89,8 +87,8 @@ class _Group:
     positions: list[tuple[tuple[nn.Module, str], ...]]
 
 
-def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Report = unreported) -> None:
-    """Replace every nn.Linear by a kernel."""
+def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Callable[[str], None]) -> None:
+    """Replace every nn.Linear by a kernel. report: shows how far that has got."""
     models = list(models)
     # A tied output head shares its weight with the embedding, which still needs it in its original layout.
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}

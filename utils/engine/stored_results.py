@@ -1,48 +1,58 @@
 """Results of the self-test and measured costs, kept in a JSON file from one start to the next.
 
-Which results belong to which models and machine is decided by the caller's key (`utils.engine.fingerprint`). An entry
-that cannot be read makes a start slower, never wrong: it is dropped, and everything is measured again.
+The key of an entry names everything that the results depend on, so that a change finds none. An entry that cannot be
+read makes a start slower, never wrong: it counts as absent, and everything is measured again.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import platform
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from utils.engine.engine_choice import EngineFigures
 from utils.engine.forward_timing import LongerContext
+from utils.engine.machine import AVAILABLE_THREADS, cpu_features, machine_facts
 from utils.files import replacing
 
-MAX_BYTES = 1_000_000
+ROOT = Path(__file__).parents[2]
+# What computes and tests, and the drafters, whose times are stored too.
+SOURCE = tuple(ROOT / folder for folder in ("utils/engine", "utils/decode", "utils/pairs", "sampling"))
+# Variables that change how, or with how many threads, kernels compute.
+VARIABLES = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "DNNL_", "ONEDNN_", "ATEN_", "OPENBLAS_", "BLIS_", "TORCH_", "PYTORCH_"),
+    *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_TF32", "LD_PRELOAD"),
+)
+MAX_ENTRIES = 32  # of a file
 
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """The file. Its folder need not exist yet. format, version: what the entries are. most: how many are kept."""
+    """Entries in a JSON file. Its folder need not exist yet. format, version: what the entries are."""
 
     path: Path
     format: str
     version: int
-    most: int
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The entry with this key, if there is one that is whole."""
-        with suppress(KeyError, TypeError, ValueError):
-            entry: dict[str, Any] = self._entries()[key]
-            if entry["digest"] == entry_digest(key, entry):
-                return entry
-        return None
+        """The entry with this key, if there is one."""
+        entry = self._entries().get(key)
+        return entry if isinstance(entry, dict) else None
 
-    def put(self, key: str, entry: Mapping[str, Any]) -> bool:
-        """Store an entry in place of an earlier one. Returns False if the file cannot be written."""
+    def put(self, key: str, entry: Mapping[str, Any]) -> None:
+        """Store an entry in place of an earlier one. Does nothing if the file cannot be written."""
         entries = self._entries()
         entries.pop(key, None)  # so that it becomes the newest
-        entries[key] = {**entry, "digest": entry_digest(key, entry)}
-        return self._write(entries)
+        self._write({**entries, key: entry})
 
     def drop(self, key: str) -> None:
         """Forget an entry."""
@@ -51,97 +61,93 @@ class EntryFile:
             self._write(entries)
 
     def _entries(self) -> dict[str, Any]:
-        try:
-            # Not a pipe, which would never end.
-            if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
-                return {}
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        written = isinstance(content, dict) and (content.get("format"), content.get("version"))
-        if written != (self.format, self.version):
-            return {}
-        entries = content.get("entries")
-        return entries if isinstance(entries, dict) else {}
+            if (content["format"], content["version"]) == (self.format, self.version):
+                return dict(content["entries"])
+        return {}
 
-    def _write(self, entries: Mapping[str, Any]) -> bool:
-        newest = dict([*entries.items()][-self.most :])
+    def _write(self, entries: Mapping[str, Any]) -> None:
+        newest = dict([*entries.items()][-MAX_ENTRIES:])
         content = json.dumps({"format": self.format, "version": self.version, "entries": newest}, indent=1)
-        try:
+        with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path, overwrite=True) as file:
                 file.write(content.encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-
-def entry_digest(key: str, entry: Mapping[str, Any]) -> str:
-    """A digest of an entry without its own digest, because a damaged number can look like a valid one."""
-    content = json.dumps([key, {name: value for name, value in entry.items() if name != "digest"}], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-FORMAT, VERSION = "results of the engine's self-test", 4
-MAX_ENTRIES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
     """What the preparation of an engine found out.
 
-    kind, reason: as in EngineState. tested_on: the day of the self-test. tested_counts: the numbers of threads with
-    which it passed. threads: the chosen number. step_seconds, costs,
-    draft_seconds, table, longer: see Engine.
+    kind, reason, threads: as in EngineState. tested_on: the day of the self-test. step_seconds, costs, longer,
+    draft_seconds, table: see Engine.
     """
 
     kind: str
     reason: str
-    tested_on: str
-    tested_counts: tuple[int, ...]
     threads: int
+    tested_on: str
     step_seconds: float
     costs: tuple[float, ...]
-    draft_seconds: Mapping[str, list[float]]
-    table: Mapping[str, EngineFigures]
     longer: LongerContext | None = None
-
-    def has_expired(self, today: date) -> bool:
-        """Whether an engine failed on an earlier day. The reason may have passed since, such as a lack of memory."""
-        return any(row.failed for row in self.table.values()) and self.tested_on != today.isoformat()
+    draft_seconds: Mapping[str, list[float]] = field(default_factory=dict)
+    table: Mapping[str, EngineFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class ResultFile:
-    """The file. Its folder need not exist yet."""
+class ResultFile(EntryFile):
+    """The file of results."""
 
-    path: Path
+    format: str = "results of the engine's self-test"
+    version: int = 5
 
-    def get(self, key: str) -> StoredResult | None:
-        """The result with this key, if there is one that is whole."""
+    def result(self, key: str) -> StoredResult | None:
+        """The result with this key, if there is one."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            if (entry := self._file.get(key)) is not None:
-                entry.pop("digest")
-                table = {name: _figures(row) for name, row in entry.pop("table").items()}
-                entry |= {name: tuple(entry[name]) for name in ("tested_counts", "costs")}
-                if (longer := entry.pop("longer", None)) is not None:
-                    longer = LongerContext(**{**longer, "costs": tuple(longer["costs"])})
-                return StoredResult(**entry, table=table, longer=longer)
+            if (entry := self.get(key)) is not None:
+                if entry["longer"] is not None:
+                    entry["longer"] = LongerContext(**_with_tuples(entry["longer"]))
+                table = {name: EngineFigures(**_with_tuples(row)) for name, row in entry["table"].items()}
+                return StoredResult(**_with_tuples(entry) | {"table": table})
         return None
 
-    def put(self, key: str, result: StoredResult) -> bool:
-        """Store a result in place of an earlier one. Returns False if the file cannot be written."""
-        return self._file.put(key, asdict(result))
 
-    def drop(self, key: str) -> None:
-        """Forget a result."""
-        self._file.drop(key)
-
-    @property
-    def _file(self) -> EntryFile:
-        return EntryFile(self.path, FORMAT, VERSION, MAX_ENTRIES)
+def _with_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry whose costs are tuples, as they were before JSON."""
+    return {**entry, "costs": tuple(tuple(cost) if isinstance(cost, list) else cost for cost in entry["costs"])}
 
 
-def _figures(row: Mapping[str, Any]) -> EngineFigures:
-    pairs = {name: tuple((int(count), float(value)) for count, value in row[name]) for name in ("steps", "costs")}
-    return EngineFigures(**{**row, **pairs})
+def result_key(models: str, **options: object) -> str:
+    """The key of results: the models and options, versions, source, processor and threads.
+
+    models: identifies the files of all models.
+    """
+    facts = {"models": models, "environment": environment(), "options": options}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode(errors="replace")).hexdigest()
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """Versions, processor, threads and settings of the libraries."""
+    machine = machine_facts()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "llvmlite": version("llvmlite"),
+        "source": source_digest(),
+        "machine": [machine[name] for name in ("cpu", "cores", "threads", "gpus", "system")],
+        # The libraries choose kernels by these. Virtual processors of one name may have different ones.
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *cpu_features()],
+        "threads": AVAILABLE_THREADS,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+
+
+def source_digest(folders: Sequence[Path] = SOURCE) -> str:
+    """The version of the engine: a digest of the source that computes and tests."""
+    digest = hashlib.sha256()
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

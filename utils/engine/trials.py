@@ -6,23 +6,21 @@ layers, however large the model is. Layers of another kind (sliding attention, e
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from itertools import count as count_from
 from math import inf
-from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
-from utils.engine import selftest, threads
+from utils.engine import selftest
 from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
 from utils.engine.forward_timing import ForwardProbe
-from utils.engine.layer_engine import LayerEngine, Report, unreported
+from utils.engine.layer_engine import PlainEngine, Report, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 from utils.freed_memory import release_memory
@@ -31,17 +29,14 @@ EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
 EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so many, and at most
 EVICTED = 1 << 28  # bytes that are read before each pass
 THREAD_TURNS, STEPS = 4, 2  # turns of all numbers of threads, and decode steps of each
-WIDE = -1  # the key of a wide pass among those of depths
 MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds
-SLOW_PREFILL, FEWER_TOKENS = 0.6, 128  # seconds of a prefill from which fewer tokens are read
-MAX_SLOWNESS = 2.0  # a candidate with a decode step longer than this many of the best one is given up
+SLOW_PREFILL = 0.6  # seconds of a prefill from which it is measured once
+MAX_SLOWNESS = 2.0  # an engine with decode steps longer than this many of the best ones is measured in one turn
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
+WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 PLAIN = "plain"
 MAX_REASON = 200  # characters of an error message
 FAILED = "the self-test failed, {}"
-SLOW = "a decode step of {} takes {:.1f} times that of {}"
-Result = TypeVar("Result")
-Build = Callable[[Sequence[PreTrainedModel], Sequence[nn.Module], EngineWeights], LayerEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,220 +96,180 @@ class Meter:
 
 
 @dataclass
-class _Candidate:
-    """An engine that computes a slice. samples: seconds of passes by width and depth."""
-
-    name: str
-    engine: LayerEngine
-    probes: Mapping[int, ForwardProbe]
-    samples: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-
-
-@dataclass
 class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
-    builders: makes the engines by name. weights: the format in which they compute. thread_counts: the numbers of
-    threads to measure. reference: what they were compared with, if that is the beginning of the model. evicts: whether
-    caches are emptied before each pass, as the other layers of a whole model do.
+    builders: the classes of the engines by name. weights: the format in which they compute. thread_counts: the numbers
+    of threads to measure. reference: what they were compared with, if that is the beginning of the model.
     """
 
     model: PreTrainedModel
-    builders: Mapping[str, Build]
+    builders: Mapping[str, type[PlainEngine]]
     weights: EngineWeights
     thread_counts: Sequence[int]
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
-    evicts: bool = True
     reference: selftest.Reference | None = None
-    _table: dict[str, EngineFigures] = field(default_factory=dict)
-    _read: PreTrainedModel | None = None
+    _probes: dict[str, Mapping[int, ForwardProbe]] = field(default_factory=dict)  # by engine and number of layers
+    _samples: dict[str, dict[int, dict[int, list[float]]]] = field(default_factory=dict)  # by engine, width and layers
 
     def run(self) -> dict[str, EngineFigures]:
         """Measure the engines and return their figures. The model is unchanged, also after an error."""
+        today = date.today().isoformat()
+        self._rows = {
+            name: EngineFigures(promise=build.promise, estimated=True, measured_on=today)
+            for name, build in self.builders.items()
+        }
         self._plan = SlicePlan.of(self.model)
-        self._buffer = torch.ones(self._evicted() // 4)
-        reference = self._reference()
-        if PLAIN not in self.builders:
-            self._read = None
-            release_memory()  # it is as large as all engines together
-        candidates = []
-        for name in self.builders:
-            candidate = self._guarded(name, partial(self._made, name, reference))
-            if candidate is not None:
-                candidates.append(candidate)
-        candidates = [candidate for candidate in candidates if not self._is_slow(candidate)]
-        self._measure_widths(candidates)
-        for candidate in candidates:
-            self._guarded(candidate.name, partial(self._finish, candidate))
-        return self._table
+        left_out = _layer_count(self.model) - len(self._plan.order)
+        # Read before each pass, because the other layers of a whole model empty the processor's caches.
+        self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
+        part, logits = self._computed_slice()
+        self._for_each(partial(self._prepare, part, logits), [PLAIN] if PLAIN in self.builders else [])
+        del part
+        release_memory()  # it is as large as all other engines together
+        self._for_each(partial(self._prepare, None, logits), [name for name in self.builders if name != PLAIN])
+        self._for_each(self._choose_threads, self.builders if len(self.thread_counts) > 1 else ())
+        self._measure_widths()
+        self._for_each(self._finish, self.builders)
+        return self._rows
 
-    def _evicted(self) -> int:
-        left_out = self.model.config.get_text_config(decoder=True).num_hidden_layers - len(self._plan.order)
-        return min(EVICTED, left_out * _block_bytes(self.model)) if self.evicts and self._plan.order else 0
+    def _for_each(self, step: Callable[[str], None], names: Iterable[str]) -> None:
+        """Take a step with the engines that have not failed."""
+        for name in names:
+            if self._rows[name].is_candidate:
+                try:
+                    step(name)
+                except Exception as error:
+                    self._rows[name] = failed_figures(error, self._rows[name])
 
-    def _reference(self) -> torch.Tensor:
-        """Logits of the slice as transformers computes it with the weights that the engines have."""
+    def _computed_slice(self) -> tuple[PreTrainedModel, Tensor]:
+        """The slice as transformers computes it with the weights that the engines have, and its logits."""
         self.report("engines: reading a few layers")
-        part = self._plan.slice_of(self.model)
+        part, depth = self._plan.slice_of(self.model), len(self._plan.order)
         selftest.read_weights(part, self.weights)
-        self._read = part  # the plain engine computes it
         if not set(self.builders) - {PLAIN}:
-            return torch.empty(0)
-        logits, depth = selftest.sample_logits(part), len(self._plan.order)
+            return part, torch.empty(0)
+        logits = selftest.sample_logits(part)
         if self._plan.order == (*range(depth),) and depth >= selftest.COMPARED_LAYERS:
-            self.reference = selftest.Reference(depth, logits, self.weights.as_loaded)
-        return logits
+            self.reference = selftest.Reference(self.model, depth, logits, exact=self.weights.as_loaded)
+        return part, logits
 
-    def _guarded(self, name: str, attempt: Callable[[], Result]) -> Result | None:
-        """The result of a step, or None if the engine raised an error, which is noted."""
-        try:
-            return attempt()
-        except Exception as error:
-            problem = FAILED.format(reason_of(error))
-            self._table[name] = replace(self._table.get(name, EngineFigures()), problem=problem, failed=True)
-            return None
-
-    def _made(self, name: str, reference: torch.Tensor) -> _Candidate | None:
-        """An engine on a slice of its own, with the number of threads that is the fastest for it."""
+    def _prepare(self, part: PreTrainedModel | None, logits: Tensor, name: str) -> None:
+        """Let an engine compute a slice. part: that of the plain engine, whose logits need not be compared."""
         self.report(f"engine {name}: preparing a few layers")
         torch.set_num_threads(self.thread_counts[0])
-        part = self._read if name == PLAIN and self._read else self._plan.slice_of(self.model)
-        engine = self.builders[name]([part], [], self.weights)
-        row = EngineFigures(promise=engine.promise, measured_on=date.today().isoformat(), estimated=True)
-        failure = self._installed(engine, part, reference)
-        self._table[name] = replace(row, problem=FAILED.format(failure) if failure else "", failed=bool(failure))
-        if failure:
-            return None
-        probes = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(part).items()}
-        candidate = _Candidate(name, engine, probes)
-        measured, steps = self._steps(candidate)
-        best = threads.fewest(measured)
-        engine.set_threads(best)
-        self._table[name] = replace(
-            row, promise=engine.promise, threads=best, steps=tuple(steps.items()), step_seconds=steps[best]
-        )
-        return candidate
+        own = self._plan.slice_of(self.model) if part is None else part
+        engine = self.builders[name]([own], [], self.weights)
+        exact, install = self.weights.as_loaded, partial(engine.install, self.report)
+        differs = partial(selftest.deviation, own, logits, exact=exact) if part is None else lambda: ""
+        if failure := install_compared(engine, own, install, differs):
+            self._rows[name] = replace(self._rows[name], problem=FAILED.format(failure))
+            return
+        self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
+        self._probes[name] = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(own).items()}
+        self._samples[name] = {}
 
-    def _installed(self, engine: LayerEngine, part: PreTrainedModel, reference: torch.Tensor) -> str:
-        """Install an engine on a slice. Returns why its logits are not those of the reference."""
-        if part is self._read:  # it computes the reference
-            return engine.install(self.report)
-        differs = partial(selftest.deviation, part, reference, exact=self.weights.as_loaded)
-        return install_compared(engine, part, partial(engine.install, self.report), differs)
-
-    def _steps(self, candidate: _Candidate) -> tuple[dict[int, float], dict[int, float]]:
-        """By number of threads, in ascending order: seconds of a decode step and a wide pass through all measured
-        layers, and of a decode step of the whole model. That estimate multiplies the noise of a layer by their number.
-        """
-        samples: dict[int, list[dict[int, float]]] = {}  # seconds of a step by depth, and of a wide pass under WIDE
+    def _choose_threads(self, name: str) -> None:
+        """Choose the smallest number of threads that no larger one clearly beats."""
+        samples: dict[int, list[float]] = {}
         start = self.meter.clock()
         for turn in range(THREAD_TURNS):  # numbers take turns, so that other load affects all of them alike
             fastest = inf
             for count in self.thread_counts:
-                self.report(f"engine {candidate.name}: measuring with {count} thread{'s' if count > 1 else ''}")
-                candidate.engine.set_threads(count)
-                times = self._thread_sample(candidate)
+                torch.set_num_threads(count)
+                self.report(f"engine {name}: measuring with {count} thread{'s' if count > 1 else ''}")
+                seconds = self._step_and_wide(name)
                 if turn:  # the first turn warms up
-                    samples.setdefault(count, []).append(times)
-                    fastest = min(fastest, _step_and_wide(times))
-                    if _step_and_wide(times) > MORE_THREADS * fastest:
+                    samples.setdefault(count, []).append(seconds)
+                    fastest = min(fastest, seconds)
+                    if seconds > MORE_THREADS * fastest:
                         break
             if turn and self.meter.clock() - start > ENOUGH:
                 break
-        measured = {count: min(map(_step_and_wide, times)) for count, times in samples.items()}
-        quartiles = {
-            count: {depth: lower_quartile([one[depth] for one in times]) for depth in candidate.probes}
-            for count, times in samples.items()
-        }
-        return measured, {count: self._plan.total(seconds) for count, seconds in quartiles.items()}
+        best = fewest_threads({count: min(times) for count, times in samples.items()})
+        self._rows[name] = replace(self._rows[name], threads=best)
 
-    def _thread_sample(self, candidate: _Candidate) -> dict[int, float]:
-        """The shortest of a few decode steps by depth, and the time of a wide pass through all layers. A decode step
-        mostly waits for memory, so that one thread may be as fast as several. Wide passes do not.
+    def _step_and_wide(self, name: str) -> float:
+        """The shortest of a few decode steps, and the time of a wide pass. A decode step mostly waits for memory, so
+        that one thread may be as fast as several. Wide passes do not.
         """
-        deepest = candidate.probes[max(candidate.probes)]
-        (wide,) = self._passes(deepest, min(COMPARED_WIDTHS[-1], deepest.max_width), 1)
-        steps = {depth: min(self._passes(probe, 1, STEPS)) for depth, probe in candidate.probes.items()}
-        return steps | {WIDE: wide}
+        probe = self._deepest(name)
+        wide = self._pass(probe, min(COMPARED_WIDTHS[-1], probe.max_width))
+        return wide + min(self._pass(probe, 1) for _ in range(STEPS))
 
-    def _passes(self, probe: ForwardProbe, width: int, repeats: int) -> Iterator[float]:
-        """Seconds of forward passes."""
-        for _ in range(repeats):
-            probe.make_room(width)
-            if self._buffer.numel():
-                self._buffer.sum()
-            start = self.meter.clock()
-            probe.forward(width)
-            yield self.meter.clock() - start
-
-    def _is_slow(self, candidate: _Candidate) -> bool:
-        """Whether a candidate is not worth further measurements, judged by its decode step alone."""
-        rows = {name: row for name, row in self._table.items() if row.is_candidate}
-        best = min(rows, key=lambda name: rows[name].step_seconds)
-        row = self._table[candidate.name]
-        ratio = row.step_seconds / max(rows[best].step_seconds, 1e-9)
-        if ratio <= MAX_SLOWNESS:
-            return False
-        self._table[candidate.name] = replace(row, problem=SLOW.format(candidate.name, ratio, best))
-        return True
-
-    def _measure_widths(self, candidates: Sequence[_Candidate]) -> None:
-        """Measure decode steps and verify passes of all engines in turns, under the same conditions."""
+    def _pass(self, probe: ForwardProbe, width: int) -> float:
+        """Seconds of a forward pass."""
+        probe.make_room(width)
+        if self._buffer.numel():
+            self._buffer.sum()
         start = self.meter.clock()
-        for turn in count_from(1):
+        probe.forward(width)
+        return self.meter.clock() - start
+
+    def _measure_widths(self) -> None:
+        """Measure decode steps and verify passes of all engines in turns, under the same conditions."""
+        start, names = self.meter.clock(), [*self.builders]
+        for turn in range(1, MAX_TURNS + 1):
             self.report(f"engines: measuring verify passes, turn {turn}")
-            for candidate in candidates if turn % 2 else reversed(candidates):
-                self._guarded(candidate.name, partial(self._turn, candidate))
-            if turn >= MAX_TURNS or (turn >= MIN_TURNS and self.meter.clock() - start > ENOUGH):
+            self._for_each(self._turn, names if turn % 2 else reversed(names))
+            steps = {name: sum(map(min, self._samples[name][1].values())) for name in names if self._samples.get(name)}
+            # One turn of an engine that is far slower is enough.
+            names = [name for name in steps if steps[name] <= MAX_SLOWNESS * min(steps.values())]
+            if turn >= MIN_TURNS and self.meter.clock() - start > ENOUGH:
                 return
 
-    def _turn(self, candidate: _Candidate) -> None:
-        candidate.engine.set_threads(self._table[candidate.name].threads)
-        for probe in candidate.probes.values():
+    def _turn(self, name: str) -> None:
+        torch.set_num_threads(self._rows[name].threads)
+        for probe in self._probes[name].values():
             probe.forward(1)  # wakes the threads after those of another engine
         for width in (1, *COMPARED_WIDTHS):
-            for depth, probe in candidate.probes.items():
+            for depth, probe in self._probes[name].items():
                 if width <= probe.max_width:
-                    seconds = [*self._passes(probe, width, 1)]
-                    candidate.samples.setdefault(width, {}).setdefault(depth, []).extend(seconds)
+                    by_depth = self._samples[name].setdefault(width, {})
+                    by_depth.setdefault(depth, []).append(self._pass(probe, width))
 
-    def _finish(self, candidate: _Candidate) -> None:
+    def _finish(self, name: str) -> None:
         """From the samples to figures, and the speed of a prefill."""
-        row = self._table[candidate.name]
-        if not row.is_candidate:
-            return
-        self.report(f"engine {candidate.name}: reading a long prompt")
-        candidate.engine.set_threads(row.threads)
+        self.report(f"engine {name}: reading a long prompt")
+        torch.set_num_threads(self._rows[name].threads)
         totals = {
             width: self._plan.total({depth: lower_quartile(times) for depth, times in by_depth.items()})
-            for width, by_depth in candidate.samples.items()
+            for width, by_depth in self._samples[name].items()
         }
         step = totals[1]
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
         costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
-        reading = {depth: self._prefill_seconds(probe) for depth, probe in candidate.probes.items()}
-        rate = PREFILL_TOKENS / max(self._plan.total(reading), 1e-9)
-        self._table[candidate.name] = replace(row, step_seconds=step, costs=costs, prefill=rate)
+        # Almost all of the time of a prefill is spent in layers, and all kinds of them take about as long.
+        share = len(self._plan.order) / _layer_count(self.model) if self._plan.order else 1.0
+        rate = share / max(self._seconds_of_a_token(name), 1e-9)
+        self._rows[name] = replace(self._rows[name], step_seconds=step, costs=costs, prefill=rate)
 
-    def _prefill_seconds(self, probe: ForwardProbe) -> float:
-        """Seconds of a prefill of PREFILL_TOKENS, from fewer tokens if these take long."""
-        seconds = 0.0
-        for count in (FEWER_TOKENS, PREFILL_TOKENS):
-            if seconds < SLOW_PREFILL:
-                start = self.meter.clock()
-                tokens = probe.prefill(count)
-                seconds = (self.meter.clock() - start) * PREFILL_TOKENS / tokens
-        return seconds
+    def _seconds_of_a_token(self, name: str) -> float:
+        """Of a prefill, the shorter one of two if they are short."""
+        probe, times = self._deepest(name), list[float]()
+        while len(times) < 2 and PREFILL_TOKENS * sum(times) < SLOW_PREFILL:
+            start = self.meter.clock()
+            tokens = probe.prefill(PREFILL_TOKENS)
+            times.append((self.meter.clock() - start) / tokens)
+        return min(times)
+
+    def _deepest(self, name: str) -> ForwardProbe:
+        """The probe of all measured layers."""
+        return self._probes[name][max(self._probes[name])]
 
 
-def _step_and_wide(times: Mapping[int, float]) -> float:
-    """Seconds of a decode step through all measured layers and of a wide pass."""
-    return times[max(times)] + times[WIDE]
+def fewest_threads(seconds: Mapping[int, float]) -> int:
+    """Return the smallest number of threads that no larger number clearly beats."""
+    best = min(seconds)
+    for count in sorted(seconds)[1:]:
+        if seconds[count] < WORTHWHILE * seconds[best]:
+            best = count
+    return best
 
 
 def install_compared(
-    engine: LayerEngine, model: PreTrainedModel, install: Callable[[], str], differs: Callable[[], str]
+    engine: PlainEngine, model: PreTrainedModel, install: Callable[[], str], differs: Callable[[], str]
 ) -> str:
     """Install an engine and compare its logits. Returns why it failed.
 
@@ -328,13 +283,23 @@ def install_compared(
     return failure
 
 
-def reason_of(error: Exception) -> str:
+def failed_figures(error: Exception, row: EngineFigures) -> EngineFigures:
+    """The row of an engine that raised an error. What is not implemented will not be at the next start either."""
+    raised = not isinstance(error, NotImplementedError)
+    return replace(row, problem=FAILED.format(reason_of(error)), raised=raised)
+
+
+def reason_of(error: BaseException) -> str:
     """Return an error as a reason: its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next(iter(lines), type(error).__name__)[:MAX_REASON]
 
 
+def _layer_count(model: PreTrainedModel) -> int:
+    return max(1, int(model.config.get_text_config(decoder=True).num_hidden_layers))
+
+
 def _block_bytes(model: PreTrainedModel) -> int:
     """The bytes of a block, on average, as loaded."""
     total = sum(part.nbytes for name, part in model.named_parameters() if ".layers." in name or ".h." in name)
-    return int(total // max(1, model.config.get_text_config(decoder=True).num_hidden_layers))
+    return int(total // _layer_count(model))

@@ -48,7 +48,7 @@ CHANGED = {
     "norm_before_head": ("no final norm before the output head", "the final norm before the output head"),
     "from_anchor": ("no drafts from the first slot of a block", "drafts from the first slot of a block"),
 }
-READINGS, MOST = "readings.json", 32  # the readings found, in the cache folder, and how many are kept
+READINGS = "readings.json"  # the readings found, in the cache folder
 COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
 EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
@@ -299,7 +299,7 @@ def _readings(pair: Pair) -> EntryFile | None:
     results = pair.engine.results
     if results is None or not pair.engine.identity:
         return None
-    return EntryFile(results.path.with_name(READINGS), "readings of drafters", 1, MOST)
+    return EntryFile(results.path.with_name(READINGS), "readings of drafters", 1)
 
 
 def _stored(pair: Pair) -> Conventions | None:
@@ -307,7 +307,6 @@ def _stored(pair: Pair) -> Conventions | None:
     file = _readings(pair)
     if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None
-    del entry["digest"]
     with suppress(TypeError):  # of a version with other conventions
         return Conventions(**entry | {"feature_layers": tuple(entry["feature_layers"])})
     return None

@@ -134,5 +134,5 @@ def guarantee(state: EngineState) -> str:
     threads = f"{state.weights}, {state.threads} thread{'s' if state.threads > 1 else ''}"
     if not state.verified:
         return f"Texts can differ where two tokens are almost equally likely: {state.reason}."
-    when = f"on {state.tested_on}; one verify width was rechecked now" if state.tested_on else "on this machine"
+    when = f"on {state.tested_on}; a slice was rechecked now" if state.tested_on else "on this machine"
     return f"Equal texts are guaranteed here ({threads}): the engine passed its self-test {when}."

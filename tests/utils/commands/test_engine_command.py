@@ -17,7 +17,6 @@ ROW = EngineFigures(
     promise=BIT_IDENTICAL,
     verified=True,
     threads=16,
-    steps=((1, 0.2), (16, 0.1234)),
     step_seconds=0.1234,
     costs=((2, 1.11), (5, 1.25), (9, 10.5)),
     prefill=12345.6,
@@ -84,7 +83,7 @@ def test_notes_give_the_expected_speeds_and_every_problem(view: Screen) -> None:
     table_of(pair, plain=replace(PLAIN, step_seconds=0.05), invariant=replace(ROW, step_seconds=0.055))
     assert any("invariant is used although plain is " in note for note in engine_notes(pair.engine))
     pair.engine.state = replace(pair.engine.state, kind="plain", verified=False)
-    table_of(pair, plain=PLAIN, invariant=EngineFigures("the self-test failed, no memory", failed=True))
+    table_of(pair, plain=PLAIN, invariant=EngineFigures("the self-test failed, no memory"))
     assert "invariant: the self-test failed, no memory." in [*engine_notes(pair.engine)]
 
 

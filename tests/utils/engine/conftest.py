@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from utils.engine import engine, selftest
-from utils.engine.engine_table import LAYER_ENGINES, EngineRow
+from utils.engine.engine import LAYER_ENGINES
+from utils.engine.layer_engine import PlainEngine
 from utils.engine.stored_results import ResultFile
 
 
@@ -42,7 +43,7 @@ def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces the table of engines. The plain one is always the first row."""
 
-    def replace_rows(**rows: EngineRow) -> None:
+    def replace_rows(**rows: type[PlainEngine]) -> None:
         for name in [*LAYER_ENGINES]:
             if name != "plain":
                 monkeypatch.delitem(LAYER_ENGINES, name)

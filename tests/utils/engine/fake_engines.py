@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from fixed_speeds import FixedSpeeds, fix_speeds, steady
 from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.engine_table import LAYER_ENGINES, EngineRow
-from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.engine import LAYER_ENGINES
+from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine
 from utils.engine.stored_results import ResultFile
 
 
-class FakeEngine:
+class FakeEngine(PlainEngine):
     """An engine that replaces nothing.
 
     trial_fails, fails: what `install` returns or raises for a slice of a model and for whole models. test_fails: what
@@ -25,8 +24,6 @@ class FakeEngine:
     """
 
     promise = BIT_IDENTICAL
-    has_own_forward = False
-    weights = "float32"
     size = 1000
     trial_fails: Any = ""
     fails: Any = ""
@@ -42,16 +39,13 @@ class FakeEngine:
     def need(self) -> int:
         return self.size
 
-    def install(self, report: Any) -> str:
+    def install(self, report: Any = None) -> str:
         self._note("install")
         return _outcome(self.fails if self.is_whole else self.trial_fails)
 
-    def self_test(self, thread_count: int, report: Any, *, complete: bool) -> str:
-        self._note(f"test {thread_count}{' completely' if complete else ''}")
+    def self_test(self, thread_count: int, report: Any = None, extent: Any = "first") -> str:
+        self._note(f"test {thread_count}, {extent}")
         return _outcome(self.test_fails)
-
-    def set_threads(self, count: int) -> None:
-        torch.set_num_threads(count)
 
     def nbytes(self) -> int:
         return self.size
@@ -70,13 +64,13 @@ def _outcome(outcome: Any) -> str:
     return str(outcome)
 
 
-def row(**attributes: Any) -> EngineRow:
-    return EngineRow(type("Fake", (FakeEngine,), {"events": []} | attributes), "", "")
+def row(**attributes: Any) -> type[PlainEngine]:
+    return type("Fake", (FakeEngine,), {"events": []} | attributes)
 
 
 def events(name: str) -> list[str]:
     """What happened to whole models with a fake engine."""
-    found: list[str] = LAYER_ENGINES[name].build.events  # type: ignore[attr-defined]
+    found: list[str] = LAYER_ENGINES[name].events  # type: ignore[attr-defined]
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from tiny import tiny_llama
 
 from utils.engine import Engine
-from utils.engine.stored_results import ResultFile, entry_digest
+from utils.engine.stored_results import ResultFile
 from utils.engine.weight_format import EngineWeights
 
 
@@ -25,12 +25,11 @@ def start(file: ResultFile, *, threads: int = 1, name: str = "auto", **options: 
     return engine
 
 
-def edit(file: ResultFile, changes: Any, *, signed: bool = True) -> None:
-    """Change fields of the only entry. signed: as if `put` had written them."""
+def edit(file: ResultFile, changes: Any) -> None:
+    """Change fields of the only entry."""
     content = json.loads(file.path.read_text())
     ((key, entry),) = content["entries"].items()
-    entry |= changes
-    content["entries"][key] = entry | ({"digest": entry_digest(key, entry)} if signed else {})
+    content["entries"][key] = entry | changes
     file.path.write_text(json.dumps(content))
 
 

@@ -8,7 +8,7 @@ import pytest
 from fixed_speeds import only_engines, prefer
 from stored_starts import prepared, start
 
-from utils.engine import fingerprint, selftest
+from utils.engine import selftest, stored_results
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import ResultFile
@@ -23,8 +23,8 @@ def _invariant_is_fastest(monkeypatch: Patch) -> None:
 
 
 def another_processor(patch: Patch) -> None:
-    facts = fingerprint.machine_facts() | {"cpu": "another"}
-    patch.setattr(fingerprint, "machine_facts", lambda: facts)
+    facts = stored_results.machine_facts() | {"cpu": "another"}
+    patch.setattr(stored_results, "machine_facts", lambda: facts)
 
 
 def other_source(patch: Patch) -> None:
@@ -35,11 +35,11 @@ def other_source(patch: Patch) -> None:
 
 CHANGES: dict[str, Callable[[Patch], None]] = {
     "source": other_source,
-    "torch": lambda patch: patch.setattr(fingerprint.torch, "__version__", "9.9.9"),
-    "llvmlite": lambda patch: patch.setattr(fingerprint, "version", lambda package: "9.9.9"),
+    "torch": lambda patch: patch.setattr(stored_results.torch, "__version__", "9.9.9"),
+    "llvmlite": lambda patch: patch.setattr(stored_results, "version", lambda package: "9.9.9"),
     "processor": another_processor,
     # A virtual machine may move to a host with the same name of its processor.
-    "instructions": lambda patch: patch.setattr(fingerprint, "cpu_features", lambda: ["sse"]),
+    "instructions": lambda patch: patch.setattr(stored_results, "cpu_features", lambda: ["sse"]),
     "precision": lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
     "variable": lambda patch: patch.setenv("OMP_PROC_BIND", "true"),
 }
@@ -51,9 +51,9 @@ def test_results_of_other_circumstances_have_another_key(change: str, file: Resu
     key = engine._key_of("auto", 1)
     with monkeypatch.context() as patch:
         CHANGES[change](patch)
-        fingerprint.environment.cache_clear()
+        stored_results.environment.cache_clear()
         assert engine._key_of("auto", 1) != key
-    fingerprint.environment.cache_clear()
+    stored_results.environment.cache_clear()
     assert engine._key_of("auto", 1) == key
 
 
@@ -71,16 +71,16 @@ def test_everything_is_tested_again_when_something_changes(
     start(file)
     with monkeypatch.context() as patch:
         CHANGES["source"](patch)
-        fingerprint.environment.cache_clear()
+        stored_results.environment.cache_clear()
         changed = start(file)
         assert tests.call_count == 2 and changed.state.verified and not changed.state.tested_on
-    fingerprint.environment.cache_clear()
+    stored_results.environment.cache_clear()
     assert start(file).state.tested_on and tests.call_count == 2, "the earlier result is still there"
 
 
 def test_a_recheck_that_fails_leads_to_the_whole_test(file: ResultFile, tests: mock.Mock) -> None:
     start(file)
-    with mock.patch.object(selftest, "one_width_differs", return_value="a verify pass of 3 tokens differs"):
+    with mock.patch.object(selftest, "slice_dependence", return_value="a verify pass of 3 tokens differs"):
         again = start(file)
     assert tests.call_count == 2 and again.state.verified and not again.state.tested_on
 

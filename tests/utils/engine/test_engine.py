@@ -14,7 +14,7 @@ from tiny import tiny_llama, tiny_mamba, tiny_t5
 
 from utils.bounds import ENGINES
 from utils.engine import Engine
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError

@@ -18,7 +18,7 @@ from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine, invariant
 from utils.engine.compiled_products import CompiledKernel
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_blocks import round_int4
 from utils.engine.weight_format import EngineWeights
@@ -41,7 +41,7 @@ def _invariant_is_fastest() -> None:
     prefer("invariant")
 
 
-@pytest.mark.parametrize("engine", [name for name, row in LAYER_ENGINES.items() if row.build.promise])
+@pytest.mark.parametrize("engine", [name for name, row in LAYER_ENGINES.items() if row.promise])
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: str, engine: str) -> None:
     model, random = MODELS[name](), Random(name)

@@ -11,9 +11,8 @@ import torch
 from fake_engines import events, row, started, whole_llama
 from fixed_speeds import fix_speeds
 
-from utils.engine import Engine
+from utils.engine import Engine, machine
 from utils.engine.engine_choice import (
-    COMPARED_WIDTHS,
     NO_PROMISE,
     EngineFigures,
     Workload,
@@ -83,7 +82,7 @@ def test_problems_count_only_for_engines_that_promise_equal_bits() -> None:
 
 
 def test_a_faster_baseline_is_another_engine_with_a_clearly_shorter_step() -> None:
-    table = {"plain": replace(OTHER, step_seconds=0.04), "exact": EXACT, "failed": EngineFigures(failed=True)}
+    table = {"plain": replace(OTHER, step_seconds=0.04), "exact": EXACT, "failed": EngineFigures("no memory")}
     found = faster_baseline(table, "exact")
     assert found is not None and (found.name, found.factor) == ("plain", pytest.approx(1.25))
     assert faster_baseline(table, "plain") is None and faster_baseline({}, "plain") is None
@@ -91,52 +90,41 @@ def test_a_faster_baseline_is_another_engine_with_a_clearly_shorter_step() -> No
 
 
 def test_all_candidates_are_measured_and_the_fastest_is_installed(rows: Callable[..., None]) -> None:
-    rows(slow=row(), quick=row(), unsuited=row(unsupported=lambda self: "no CPU"), other=row(weights="int8"))
+    rows(slow=row(), quick=row(), unsuited=row(unsupported=lambda self: "no CPU"))
     engine, speeds = started({"plain": 0.02, "slow": 0.019, "quick": 0.01})
     state, table = engine.use("auto", 0), engine.table
     assert (state.kind, state.verified, engine._engine.is_whole) == ("quick", True, True)
-    assert [*table] == ["plain", "slow", "quick", "unsuited", "other"]
-    assert table["unsuited"].problem == "no CPU" and "int8" in table["other"].problem
+    assert [*table] == ["plain", "slow", "quick", "unsuited"]
+    assert table["unsuited"].problem == "no CPU"
     assert dict(table["quick"].costs) == pytest.approx({2: 1.1, 5: 1.4, 9: 1.8})
     assert table["quick"].step_seconds == pytest.approx(0.01)
     assert table["quick"].nbytes == 1000 + table["plain"].nbytes > 1000  # totals, as of the engine in use
     assert table["quick"].estimated and table["quick"].prefill == pytest.approx(1e6)
-    counts = {threads for name, threads, _ in speeds.calls if name == "quick"}
-    assert counts == {count for count, _ in table["quick"].steps} and 1 in counts
+    assert {threads for name, threads, _ in speeds.calls if name == "quick"} == {*machine.candidate_threads()}
 
 
 def test_only_the_winner_is_installed_and_tested_for_whole_models(
     rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows(quick=row(), second=row(), slow=row())
-    monkeypatch.setattr("utils.engine.threads.requested_threads", lambda: None)
-    monkeypatch.setattr("utils.engine.threads.candidate_counts", lambda: [1, 2])
+    monkeypatch.setattr("utils.engine.machine.requested_threads", lambda: 0)
+    monkeypatch.setattr("utils.engine.machine.candidate_threads", lambda: [1, 2])
     engine = Engine([whole_llama()])
     times = {"plain": {1: 0.02, 2: 0.03}, "quick": {1: 0.016, 2: 0.01}, "second": {1: 0.012, 2: 0.013}}
     speeds = fix_speeds(engine, lambda name, threads, width: times.get(name, {}).get(threads, 0.1))
     state = engine.use("auto", 0)
     assert (state.kind, state.threads, torch.get_num_threads()) == ("quick", 2, 2)
-    assert events("quick") == ["install", "test 2"] and events("second") == events("slow") == []
+    assert events("quick") == ["install", "test 2, first"] and events("second") == events("slow") == []
     assert (engine.table["quick"].verified, engine.table["second"].verified) == (True, False)
     assert engine.table["plain"].threads == engine.table["second"].threads == 1
     assert {threads for name, threads, width in speeds.calls if (name, width) == ("plain", 5)} == {1}
-    assert "test 2 completely" in (engine.test("auto", 0), events("quick"))[1]
-
-
-def test_a_candidate_that_is_much_slower_is_given_up_after_its_decode_step(rows: Callable[..., None]) -> None:
-    rows(middle=row(), slow=row())
-    engine, speeds = started({"plain": 0.01, "middle": 0.012, "slow": 0.023})
-    engine.use("auto", 1)
-    figures = engine.table["slow"]
-    assert "2.3 times that of plain" in figures.problem and figures.step_seconds and not figures.costs
-    assert {width for name, _, width in speeds.calls if name == "slow"} == {1, COMPARED_WIDTHS[-1]}
-    assert engine.table["middle"].costs
+    assert "test 2, complete" in (engine.test("auto", 0), events("quick"))[1]
 
 
 def test_slower_candidates_are_taken_if_the_faster_ones_fail(rows: Callable[..., None]) -> None:
     rows(quick=row(test_fails="a verify pass differs"), slow=row())
     engine, _ = started({"plain": 0.05, "quick": 0.01, "slow": 0.023})
-    assert engine.use("auto", 1).kind == "slow" and engine.table["quick"].failed and not engine.table["slow"].problem
+    assert engine.use("auto", 1).kind == "slow" and engine.table["quick"].problem and not engine.table["slow"].problem
 
 
 def test_a_single_candidate_is_not_measured(rows: Callable[..., None]) -> None:

@@ -17,14 +17,13 @@ from utils.decode.engine_forward import engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.sliding_window import keeps_all
-from utils.engine.engine import AS_LOADED
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import AS_LOADED, LAYER_ENGINES
 from utils.engine.layer_engine import unreported
 
 PREFILL, LENGTH, VOCABULARY = 70, 84, 160  # a prefill of more tokens than any verify pass has
 # Eager attention, which models with capped scores have, may be computed in no other way than by transformers.
 UNSUPPORTED = {("invariant", "gemma2"): "eager"}
-ENGINES = [name for name, row in LAYER_ENGINES.items() if row.build.promise]
+ENGINES = [name for name, row in LAYER_ENGINES.items() if row.promise]
 SUPPORTED = [(engine, name) for engine in ENGINES for name in FAMILIES if (engine, name) not in UNSUPPORTED]
 
 
@@ -42,9 +41,9 @@ def _one_thread() -> None:
 def computed_by(engine: str, name: str, threads: int = 1, **overrides: int) -> PreTrainedModel:
     """A model of which the engine computes the forward pass itself."""
     model = tiny_model(name, **overrides)
-    row = LAYER_ENGINES[engine].build([model], (), AS_LOADED)
+    row = LAYER_ENGINES[engine]([model], (), AS_LOADED)
     assert row.unsupported() == ""
-    row.set_threads(threads)
+    torch.set_num_threads(threads)
     assert row.install(unreported) == ""
     assert (engine_forward(model) is not None) == (engine != "plain")
     return model
@@ -128,7 +127,7 @@ def test_bits_of_a_batch_are_those_of_its_texts(engine: str, name: str) -> None:
 
 @pytest.mark.parametrize(("engine", "name"), UNSUPPORTED)
 def test_families_that_an_engine_does_not_support_are_refused(engine: str, name: str) -> None:
-    assert UNSUPPORTED[engine, name] in LAYER_ENGINES[engine].build([tiny_model(name)], (), AS_LOADED).unsupported()
+    assert UNSUPPORTED[engine, name] in LAYER_ENGINES[engine]([tiny_model(name)], (), AS_LOADED).unsupported()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "llama", "phi3"])

@@ -103,21 +103,22 @@ def layered_trials(layers: int, **options: Any) -> Trials:
         lambda: speeds.now,
         lambda part, name: LayeredProbe(speeds, name, part.config.num_hidden_layers),  # type: ignore
     )
-    builders = {name: row(promise="").build for name in LAYERED}
+    builders = {name: row(promise="") for name in LAYERED}
     return Trials(tiny_llama(num_hidden_layers=layers), builders, EngineWeights(), [1], meter=meter, **options)
 
 
 @pytest.mark.parametrize(("layers", "best"), [(4, "flat"), (40, "invariant")])
 def test_predictions_from_a_few_layers_are_those_of_the_whole_model(layers: int, best: str) -> None:
     """The engine with the slowest slice is the fastest one for many layers."""
-    table = layered_trials(layers).run()
+    measured = layered_trials(layers)
+    table, deepest = measured.run(), len(measured._plan.order)
     for name, figures in table.items():
         step = layered(name, layers, 1)
         assert figures.step_seconds == pytest.approx(step)
         if figures.costs:
             expected = {width: layered(name, layers, width) / step for width in COMPARED_WIDTHS}
             assert dict(figures.costs) == pytest.approx(expected)
-            assert figures.prefill == pytest.approx(256 / layered(name, layers, 8))
+            assert figures.prefill == pytest.approx(128 * deepest / (layers * layered(name, deepest, 4)))
     assert min(table, key=lambda name: table[name].step_seconds) == best
 
 
@@ -155,6 +156,13 @@ def test_engines_are_measured_in_turns_until_it_takes_long(step: float, count: i
     assert turns(speeds.calls) == [name for turn in range(count) for name in order[:: -1 if turn % 2 else 1]]
 
 
+def test_an_engine_that_is_far_slower_is_measured_in_one_turn(rows: Callable[..., None]) -> None:
+    rows(first=row(), second=row())
+    engine, speeds = started({"plain": 0.01, "first": 0.001, "second": 0.0012})
+    assert engine.use("auto", 1).kind == "first" and engine.table["plain"].costs
+    assert turns(speeds.calls).count("plain") == 1 and turns(speeds.calls).count("second") == MAX_TURNS
+
+
 def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(
     rows: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +176,7 @@ def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(
         def speed(name: str, threads: int, width: int, random: Random = random, times: Any = times) -> float:
             return times[name] * (1 + 0.1 * (width - 1)) * (1 + random.random() * (random.random() < 0.5))
 
-        measured = Trials(model, {name: row().build for name in times}, EngineWeights(), [1])
+        measured = Trials(model, {name: row() for name in times}, EngineWeights(), [1])
         measured.meter = FixedSpeeds(speed).meter()
         table = measured.run()
         right += table["second"].step_seconds < table["first"].step_seconds
@@ -177,16 +185,29 @@ def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(
 
 def test_more_threads_are_not_tried_after_a_number_that_is_clearly_slower() -> None:
     speeds = FixedSpeeds(lambda name, threads, width: {1: 1.0, 2: 0.8, 3: 0.95, 4: 0.1}[threads])
-    measured = Trials(whole_llama(), {"plain": row().build}, EngineWeights(), [1, 2, 3, 4], meter=speeds.meter())
-    table = measured.run()
-    assert dict(table["plain"].steps) == pytest.approx({1: 1.0, 2: 0.8, 3: 0.95}) and table["plain"].threads == 2
+    measured = Trials(whole_llama(), {"plain": row()}, EngineWeights(), [1, 2, 3, 4], meter=speeds.meter())
+    assert measured.run()["plain"].threads == 2
+    warm_up = 3  # passes with each number of threads
+    assert sum(threads == 4 for _, threads, _ in speeds.calls) == warm_up
 
 
 def test_wide_passes_decide_the_number_of_threads_where_decode_steps_are_equal() -> None:
     speeds = FixedSpeeds(lambda name, threads, width: 1.0 if width == 1 else 3.0 / threads)
-    measured = Trials(whole_llama(), {"plain": row().build}, EngineWeights(), [1, 2], meter=speeds.meter())
-    figures = measured.run()["plain"]
-    assert figures.threads == 2 and dict(figures.steps) == pytest.approx({1: 1.0, 2: 1.0})
+    measured = Trials(whole_llama(), {"plain": row()}, EngineWeights(), [1, 2], meter=speeds.meter())
+    assert measured.run()["plain"].threads == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({1: 3.0, 2: 5.0, 4: 6.0}, 1),
+        ({1: 3.0, 2: 2.0, 4: 1.5}, 4),
+        ({1: 3.0, 2: 2.0, 4: 1.98}, 2),
+        ({1: 3.0, 2: 2.95, 4: 2.0}, 4),
+    ],
+)
+def test_the_smallest_number_of_threads_that_no_larger_one_clearly_beats(seconds: dict[int, float], best: int) -> None:
+    assert trials.fewest_threads(seconds) == best
 
 
 @pytest.mark.parametrize("slowed", [1, 2])
@@ -198,7 +219,7 @@ def test_a_short_disturbance_does_not_decide_the_number_of_threads(slowed: int) 
         passes[threads] += 1
         return (10 if threads == slowed and passes[threads] <= 8 else 1) / threads / 1024
 
-    measured = Trials(whole_llama(), {"plain": row().build}, EngineWeights(), [1, 2], meter=FixedSpeeds(speed).meter())
+    measured = Trials(whole_llama(), {"plain": row()}, EngineWeights(), [1, 2], meter=FixedSpeeds(speed).meter())
     assert measured.run()["plain"].threads == 2
 
 

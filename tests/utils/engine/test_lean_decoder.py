@@ -10,6 +10,7 @@ from decoder_families import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
+from utils.decode import model_session
 from utils.decode.engine_forward import MAX_WIDTH, engine_forward
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
@@ -81,7 +82,7 @@ def test_the_prefill_of_a_long_prompt_does_not_depend_on_the_rows_that_follow(ke
 def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
     name: str, length: int, features: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lean_decoder, "PREFILL_ROWS", 48)
+    monkeypatch.setattr(model_session, "PREFILL_CHUNK", 48)
     lean, context = lean_model(name), IDS[:length] + [9, 8]
     own, other = (ModelSession(model, features=features) for model in (lean, tiny_model(name)))
     rows = [context, context[::-1]]
@@ -92,7 +93,7 @@ def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
 
 
 def test_programs_of_all_widths_share_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean_decoder, "PREFILL_ROWS", 24)
+    monkeypatch.setattr(lean_decoder, "PREFILL_CHUNK", 24)
     model, plain = tiny_model("qwen3"), ModelSession(tiny_model("qwen3"), features=(1,))
     InvariantEngine([model], [], AS_LOADED).install()
     forward, session = vars(model)["forward"], ModelSession(model, features=(1,))

@@ -1,4 +1,4 @@
-"""The machine as records name it."""
+"""The machine as records name it, and its numbers of threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from utils.engine import machine
 from utils.engine.machine import cpu_features, cpu_model, machine_facts
 
 
@@ -40,3 +41,16 @@ def test_the_instruction_sets_of_a_processor_are_known(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("model name : One\nflags : sse avx amx\n\nmodel name : One\nflags : sse\n")
     assert cpu_features(file) == ["amx", "avx", "sse"] and cpu_features(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(("available", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_threads_to_try_are_the_powers_of_two_and_all(available: int, counts: list[int]) -> None:
+    assert machine.candidate_threads(available) == counts
+
+
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # PyTorch has read it at its start
+    assert machine.requested_threads() == machine.AVAILABLE_THREADS
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    assert not machine.requested_threads()

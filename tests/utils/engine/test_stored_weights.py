@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
-from utils.engine.engine_table import LAYER_ENGINES
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.layer_engine import unreported
 from utils.engine.stored_results import ResultFile
 from utils.engine.stored_weights import fill, in_files, release, source_of
@@ -36,7 +36,7 @@ def _one_thread() -> None:
 @torch.no_grad()
 def computed(model: Any, engine: str, weights: EngineWeights) -> torch.Tensor:
     """Logits of a prefill, decode steps and a verify pass."""
-    row = LAYER_ENGINES[engine].build([model], [], weights)
+    row = LAYER_ENGINES[engine]([model], [], weights)
     assert row.unsupported() == "" and row.install(unreported) == ""
     session = ModelSession(model)
     ends = [(80, 2), (81, 1), (90, 9)]
@@ -119,7 +119,7 @@ def test_engines_say_how_much_memory_they_need_for_weights_in_files(tmp_path: Pa
     stored, total = from_files(tmp_path, model), sum(linears.values())
     head = model.lm_head.weight.nbytes  # which is in memory
     rows = [("plain", "float32"), ("invariant", "float32"), ("invariant", "bfloat16"), ("invariant", "int8")]
-    needs = {(name, kind): LAYER_ENGINES[name].build([stored], [], EngineWeights(kind)).need() for name, kind in rows}
+    needs = {(name, kind): LAYER_ENGINES[name]([stored], [], EngineWeights(kind)).need() for name, kind in rows}
     assert needs["plain", "float32"] == needs["invariant", "float32"] == total - head
     assert needs["invariant", "bfloat16"] == total / 2 - head
     assert needs["invariant", "int8"] == pytest.approx(total / 4 - head, rel=0.05)
@@ -171,7 +171,7 @@ def test_weights_that_were_overwritten_in_place_are_those_of_the_next_start(
     changed = started(folder, file, "invariant", weights)
     model = tiny_llama(vocab_size=300)
     model.model.layers[1].self_attn.o_proj.weight.data.neg_()
-    engine = LAYER_ENGINES["invariant"].build([model], [], EngineWeights(weights))
+    engine = LAYER_ENGINES["invariant"]([model], [], EngineWeights(weights))
     assert engine.install(unreported) == ""
     expected = ModelSession(model).feed(CONTEXT[:20], keep=3)
     assert torch.equal(logits(changed), expected) and not torch.allclose(expected, first, atol=1e-2)

@@ -13,7 +13,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from torch import nn
 
-from utils.engine.selftest import prefill_logits
+from utils.engine.selftest import sample_logits
 from utils.models import checkpoints, gguf_blocks, gguf_model
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
@@ -56,8 +56,8 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     assert linears and without_data(pair.target) == {f"{name}.weight" for name in linears}
     for one in (pair, unpacked):
         assert one.engine.use("invariant", 1).kind == "invariant"
-    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
-    assert torch.equal(prefill_logits(pair.drafter), prefill_logits(unpacked.drafter))
+    assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
+    assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert pair.engine.nbytes() == unpacked.engine.nbytes()
 
 
@@ -96,9 +96,9 @@ def live_tensors() -> list[torch.Tensor]:
 
 def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, unpacked = load(file, "layers:1", engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
-    assert torch.equal(prefill_logits(pair.drafter), prefill_logits(unpacked.drafter))
+    assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert without_data(pair.target) and not without_data(pair.drafter)
-    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
+    assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
     shared = {id(part) for part in pair.target.parameters()}
     assert all(id(part) in shared for part in pair.drafter.parameters())
     assert pair.engine.use("invariant", 1).weights == "gguf"
@@ -110,7 +110,7 @@ def test_an_interrupted_installation_leaves_a_model_that_computes(file: Path, mo
         patch.setattr("utils.engine.selftest.width_dependence", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pair.engine.use("invariant", 1)
-    assert torch.equal(prefill_logits(pair.target), prefill_logits(unpacked.target))
+    assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
 
 
 def interrupt(*_: object, **__: object) -> str:
@@ -118,15 +118,15 @@ def interrupt(*_: object, **__: object) -> str:
 
 
 def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prefill_logits(load(file, engine_weights="gguf").target)
+    first = sample_logits(load(file, engine_weights="gguf").target)
     for module in (gguf_blocks, gguf_model):
         monkeypatch.setattr(module, "GGUFReader", lambda path: pytest.fail("the file was parsed"))
-    assert torch.equal(prefill_logits(load(file, engine_weights="gguf").target), first)
+    assert torch.equal(sample_logits(load(file, engine_weights="gguf").target), first)
 
 
 def test_a_changed_file_is_prepared_again_and_its_stored_results_are_not_used(file: Path) -> None:
     pair = load(file, engine_weights="gguf")
-    known, logits = pair.engine.identity, prefill_logits(pair.target)
+    known, logits = pair.engine.identity, sample_logits(pair.target)
     assert known and known == load(file, engine_weights="gguf").engine.identity
     before = file.stat()
     written(file, "Q4_1", PARTS[:1])
@@ -134,7 +134,7 @@ def test_a_changed_file_is_prepared_again_and_its_stored_results_are_not_used(fi
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     changed = load(file, engine_weights="gguf")
     assert changed.engine.identity not in ("", known)
-    assert not torch.equal(prefill_logits(changed.target), logits)
+    assert not torch.equal(sample_logits(changed.target), logits)
 
 
 def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +173,11 @@ def test_the_embedded_target_has_the_bits_of_its_unpacked_weights() -> None:
     text = "On 24 December 1984 it cost $1,299."
     pair = load("embedded", "head", engine_weights="gguf")
     pair.engine.use("invariant", 1)
-    logits, ids = prefill_logits(pair.target), pair.tokenizer(text).input_ids
+    logits, ids = sample_logits(pair.target), pair.tokenizer(text).input_ids
     plain = load("embedded", "head")  # from its float32 folder
     blocks = gguf_blocks.GgufBlocks(loading.embedded_gguf(print), plain.target)
     unpacked = loading._engine(plain.target, plain.drafter, loading.EngineWeights("gguf", blocks), "")
     unpacked.use("invariant", 1)
-    assert torch.equal(prefill_logits(plain.target), logits)
+    assert torch.equal(sample_logits(plain.target), logits)
     assert plain.tokenizer(text).input_ids == ids
     assert plain.tokenizer.backend_tokenizer.to_str() == pair.tokenizer.backend_tokenizer.to_str()

@@ -9,7 +9,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from utils.bounds import ENGINE_WEIGHTS
-from utils.engine.selftest import prefill_logits
+from utils.engine.selftest import sample_logits
 from utils.engine.stored_weights import fill
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import describe_target
@@ -25,12 +25,12 @@ def file(tmp_path: Path, own_cache: Path) -> Path:
 @pytest.mark.parametrize("name", [name for name in ENGINE_WEIGHTS if name != "float32"])
 def test_every_format_is_computed_and_named(name: str, file: Path) -> None:
     pair = load(file, "layers:1", engine_weights=name)
-    exact = prefill_logits(pair.target)
+    exact = sample_logits(pair.target)
     assert f"{name} kernels when the engine starts" in describe_target(pair)
     state = pair.engine.use("invariant", 1)
     assert (state.weights, state.verified) == (name, True) and name in state.sentence()
     assert f"{name} kernels" in describe_target(pair) and "when the engine starts" not in describe_target(pair)
-    ours = prefill_logits(pair.target)
+    ours = sample_logits(pair.target)
     assert not torch.equal(ours, exact)
     assert torch.nn.functional.cosine_similarity(ours, exact, dim=-1).min() > 0.97
 
@@ -53,11 +53,11 @@ def test_each_model_is_computed_in_the_blocks_of_its_own_file(file: Path, tmp_pa
 
 def test_a_drafter_that_is_not_a_gguf_file_never_gets_blocks_of_the_target(file: Path, shelf: Path) -> None:
     pair = load(file, shelf / "drafter", engine_weights="gguf")
-    exact = prefill_logits(pair.drafter)
+    exact = sample_logits(pair.drafter)
     pair.engine.use("invariant", 1)
     kernels = [part.fused.kernel for part in pair.drafter.modules() if hasattr(part, "fused")]
     assert kernels and not any(kernel.form.kind == "uint4" for kernel in kernels)
-    assert torch.allclose(prefill_logits(pair.drafter), exact, atol=1e-3)
+    assert torch.allclose(sample_logits(pair.drafter), exact, atol=1e-3)
 
 
 def test_the_embedded_target_is_computed_in_the_blocks_of_its_wheel(
