@@ -25,17 +25,15 @@ from utils.servers.address import (
     with_server,
 )
 from utils.servers.connection import ServerList
+from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.local_servers import READY_SECONDS
 from utils.servers.processes.programs import (
     CONTEXT,
     DRAFTS,
     EMBEDDED,
-    LLAMA,
     NGRAM,
     PARALLEL,
     PROGRAMS,
-    SGLANG,
-    VLLM,
     Launch,
     command_line,
 )

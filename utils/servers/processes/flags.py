@@ -236,4 +236,4 @@ FLAGS: Mapping[str, Callable[[Speculation, str], list[str]]] = {
     TRANSFORMERS: _transformers,
 }
 # The drafter kind for a program's word.
-KINDS = {word.lower(): kind for words in WORDS.values() for kind, word in reversed(words.items())}
+KINDS = {word.lower(): kind for words in WORDS.values() for kind, word in reversed([*words.items()])}

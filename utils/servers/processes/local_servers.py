@@ -19,9 +19,9 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.models import Count
-from utils.servers.processes.flags import Speculation
+from utils.servers.processes.flags import LLAMA, Speculation
 from utils.servers.processes.guard import GRACE
-from utils.servers.processes.programs import EMBEDDED, HOST, LLAMA, PROGRAMS, Launch, command_line
+from utils.servers.processes.programs import EMBEDDED, HOST, PROGRAMS, Launch, command_line
 from utils.text import visible
 
 READY_SECONDS = 600.0  # large models take minutes to load
