@@ -30,7 +30,7 @@ from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import ServerList
-from utils.servers.kinds.completion import ServerCompletion
+from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 from utils.servers.load_slice import LoadRequest, LoadSlice
 from utils.servers.processes.flags import Speculation
 from utils.servers.processes.programs import Launch
@@ -187,6 +187,18 @@ def test_the_schedule_follows_the_loads() -> None:
     assert config["num_speculative_tokens"] == 5
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 3, 5], [4, 15, 3], [16, 16, 0]]
     assert set(load_charts(findings)[0].series) == {"draft=0", "draft=3", "draft=5"}  # type: ignore[union-attr]
+
+
+def test_a_length_without_an_accepted_draft_is_not_the_fastest() -> None:
+    lucky = cell(ALONE, 3, times(1.5))
+    lucky.slices = {turn: replace(one, acceptance=ServerAcceptance(9, 0)) for turn, one in lucky.slices.items()}
+    findings = surface(cell(ALONE, 0, times(1.0)), lucky, cell(ALONE, 5, times(1.2)))
+    assert [finding.figures["draft"] for finding in findings if finding.figures["fastest"]] == [5]
+
+
+def test_a_load_without_advice_has_no_schedule() -> None:
+    cells = [cell(load, draft, times(1 + draft)[:turns]) for load, turns in ((ALONE, 2), (FOUR, 5)) for draft in (0, 1)]
+    assert draft_schedule([finding.figures for finding in surface(*cells)]) == ()
 
 
 def test_one_length_for_all_loads_needs_no_schedule_and_no_gain_no_settings() -> None:

@@ -153,7 +153,6 @@ class LoadCell:
         others = [] if baseline is None else [one.other_tokens for one in baseline.slices.values()]
         ratios = [] if baseline is None else list(_ratios(self, baseline))
         drafts = self._draft_figures(slices)
-        saved_nothing = drafts["drafted"] and not drafts["accepted"]
         seconds = sum(one.seconds for one in slices)
         within = sum(map(self.limits.are_met, requests)) if str(self.limits) else None
         return {
@@ -179,8 +178,14 @@ class LoadCell:
             "other_tokens": [one.other_tokens for one in slices],
             "disturbed": any(one.other_tokens for one in slices) or any(others),
             "speedups": ratios,
-            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if saved_nothing else None).figures,
+            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if self.saved_nothing else None).figures,
         }
+
+    @property
+    def saved_nothing(self) -> bool:
+        """Whether it drafted, and no draft was accepted, so that drafts cannot have made it faster."""
+        drafts = self._draft_figures(list(self.slices.values()))
+        return bool(drafts["drafted"]) and not drafts["accepted"]
 
     def _draft_figures(self, slices: Sequence[LoadSlice]) -> dict[str, Any]:
         """The drafts of all turns. If they are unknown in one turn, they are unknown."""
@@ -219,8 +224,8 @@ def load_rows(cells: Mapping[tuple[Load, str], LoadCell]) -> Iterator[dict[str, 
     """The rows of all cells that have measurements."""
     for (load, _), cell in cells.items():
         if cell.slices:
-            others = [one for (other, _), one in cells.items() if other == load and one.slices]
-            choice = {} if cell.draft is None else _choice(cell, others)
+            same = [one for (other, _), one in cells.items() if other == load and one.slices and not one.saved_nothing]
+            choice = {} if cell.draft is None else _choice(cell, same)
             yield cell.figures(cells.get((load, cell.baseline))) | choice
 
 
@@ -228,14 +233,12 @@ def _choice(cell: LoadCell, cells: Sequence[LoadCell]) -> dict[str, bool | None]
     """Whether a draft length is measurably faster than all others at its load, and whether it is the shortest that is
     not measurably slower than the fastest. None with too few turns.
     """
-    best = max(cells, key=lambda one: fmean([one.speed(turn) or 0.0 for turn in one.slices]))
-    found = {one.draft: SpeedClaim.of([list(_ratios(best, one))]).verdict for one in cells if one is not best}
+    best = max(cells, key=lambda one: fmean([one.speed(turn) or 0.0 for turn in one.slices]), default=cell)
+    found = {one.draft or 0: SpeedClaim.of([list(_ratios(best, one))]).verdict for one in cells if one is not best}
     if not found or {TOO_FEW, "-"} & set(found.values()):
         return {"fastest": None, "advised": None}
-    shortest = min(
-        [best.draft, *(draft for draft, verdict in found.items() if verdict != FASTER)], key=lambda one: one or 0
-    )
-    return {"fastest": cell is best and set(found.values()) == {FASTER}, "advised": cell.draft == shortest}
+    as_fast = [best.draft or 0, *(draft for draft, verdict in found.items() if verdict != FASTER)]
+    return {"fastest": cell is best and set(found.values()) == {FASTER}, "advised": cell.draft == min(as_fast)}
 
 
 def _length(draft: int) -> str:
@@ -380,6 +383,8 @@ def _best_lengths(rows: Sequence[Row]) -> Iterator[str]:
             yield NO_WINNER.format(load, _length(advised), gain[advised])
         else:
             yield WINNER.format(load, _length(fastest), gain[fastest])
+    unknown = (row for row in rows if row["fastest"] and row["draft"] and not row["drafted"])
+    yield from dict.fromkeys(OTHER_REASON.format(_label(row)) for row in unknown)
 
 
 def load_settings(findings: Sequence[Finding], started: Speculation | None) -> list[str]:
@@ -401,11 +406,12 @@ def load_settings(findings: Sequence[Finding], started: Speculation | None) -> l
 def draft_schedule(rows: Sequence[Row]) -> tuple[tuple[int, int, int], ...]:
     """(first, last, drafts) for numbers of concurrent requests, from the advised draft lengths.
 
-    Between two measured loads the length of the lower one is kept. At rates of arrivals, only one length for all of
-    them can be advised.
+    Between two measured loads the length of the lower one is kept. There is none if a load has no advice, or if the
+    advice differs between rates of arrivals.
     """
     advised = [(Load.of(row), int(row["draft"])) for row in rows if row["advised"]]
-    if any(load.is_rate for load, _ in advised) and len({drafts for _, drafts in advised}) > 1:
+    differ = len({drafts for _, drafts in advised}) > 1
+    if len(advised) < len(set(map(Load.of, rows))) or (differ and advised[0][0].is_rate):
         return ()
     found: list[tuple[int, int, int]] = []
     for index, (load, drafts) in enumerate(advised):

@@ -6,8 +6,8 @@ They were read in the sources of vLLM 0.32, SGLang 0.5.23 and transformers 5.24,
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.errors import UserError
@@ -132,10 +132,12 @@ def settings_elsewhere(found: Speculation) -> list[str]:
     for program, title in TITLES.items():
         missing = ", ".join(found.missing(program))
         if word := found.word(program):
-            words = FLAGS[program](found, word)
+            is_other = program == LLAMA and found.drafter and not found.drafter.endswith(".gguf")
+            words = FLAGS[program](replace(found, drafter="DRAFTER.gguf") if is_other else found, word)
             lines.append(f"{title}: {words[0] if program == TRANSFORMERS else shlex.join(words)}")
-            if SCHEDULE_FILE in words:
-                lines.append(f"{SCHEDULE_FILE}: {_adaptive(found)}")
+            if SCHEDULE_FILE in words:  # one draft length from each number of concurrent requests on
+                content = {str(first): {"candidate_steps": [drafts]} for first, _, drafts in found.schedule}
+                lines.append(f"{SCHEDULE_FILE}: {json.dumps(content)}")
         lines += [NO_SETTING.format(title, missing)] if missing else []
     return [*lines, OWN_HEAD] if found.kind == HEAD else lines
 
@@ -177,19 +179,11 @@ def _sglang(found: Speculation, word: str) -> list[str]:
         words.append(f"--speculative-use-{'rejection-sampling' if found.rule == 'rejection' else 'block-verification'}")
     if target := QUANTIZED[SGLANG].get(found.quantize):
         draft = QUANTIZED[SGLANG].get(found.drafter_quantize, "unquant")  # otherwise it would be the target's
-        words += [
-            "--quantization",
-            target,
-            *(["--speculative-draft-model-quantization", draft] if found.drafter else []),
-        ]
+        words += ["--quantization", target]
+        words += ["--speculative-draft-model-quantization", draft] if found.drafter else []
     if found.schedule and word in CHAINS:
         words += ["--speculative-adaptive", "--speculative-adaptive-config", SCHEDULE_FILE]
     return words
-
-
-def _adaptive(found: Speculation) -> str:
-    """SGLang's file for a schedule: one draft length from each number of concurrent requests on."""
-    return json.dumps({str(first): {"candidate_steps": [drafts]} for first, _, drafts in found.schedule})
 
 
 def _llama(found: Speculation, word: str) -> list[str]:
@@ -229,11 +223,6 @@ def _transformers(found: Speculation, word: str) -> list[str]:
     return ["; ".join([*lines, f"model.generate(**inputs, {options})"])]
 
 
-FLAGS: Mapping[str, Callable[[Speculation, str], list[str]]] = {
-    VLLM: _vllm,
-    SGLANG: _sglang,
-    LLAMA: _llama,
-    TRANSFORMERS: _transformers,
-}
+FLAGS = {VLLM: _vllm, SGLANG: _sglang, LLAMA: _llama, TRANSFORMERS: _transformers}
 # The drafter kind for a program's word.
 KINDS = {word.lower(): kind for words in WORDS.values() for kind, word in reversed([*words.items()])}
