@@ -70,7 +70,7 @@ def test_drafts_of_sglang(tmp_path: Path) -> None:
     assert flags["--speculative-algorithm"] == "STANDALONE" and flags["--speculative-draft-model-path"] == "small"
     assert (flags["--speculative-num-steps"], flags["--speculative-num-draft-tokens"]) == ("5", "6")
     ngram = dict(pairwise(line("sglang", tmp_path, drafter=NGRAM, draft=5)))
-    assert (ngram["--speculative-algorithm"], ngram["--speculative-num-draft-tokens"]) == ("NGRAM", "5")
+    assert (ngram["--speculative-algorithm"], ngram["--speculative-num-draft-tokens"]) == ("NGRAM", "6")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from utils.commands.servers.load_figures import (
     LoadCell,
     conclusion,
     load_charts,
-    position_tables,
+    load_tables,
 )
 from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
@@ -373,7 +373,7 @@ def test_the_acceptance_of_one_turn_is_not_that_of_all() -> None:
     row = cell(turns[0], turns[0], turns[2]).figures(None)
     assert (row["drafted"], row["accepted"], row["accepted_by_position"]) == (16, 8, [[6, 8], [2, 8]])
     assert row["tokens_per_target_forward"] == 33 / (5 + 5 + 11)
-    (table,) = position_tables([Finding((), row)])
+    (table,) = load_tables([Finding((), row)])
     assert table.rows == (("2 at once", "spec", "0.750", "0.250"),)
 
 

@@ -17,6 +17,8 @@ from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import ServerKind
+from utils.servers.processes.flags import Speculation
+from utils.servers.processes.local_servers import LocalServers
 
 TOTAL_SECONDS = measurement.TOTAL_SECONDS
 TEXTS = [f"Say the word {number}" for number in range(8)]
@@ -57,8 +59,11 @@ def test_a_server_that_helps(
 ) -> None:
     accepted(6, 3, monkeypatch)
     two[0].faults = Faults(chunk_delay=0.03)
+    started = {"spec": Speculation("lookup", 3)}
+    monkeypatch.setattr(LocalServers, "speculation_of", lambda local, name: started.get(name))
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
+    assert '"num_speculative_tokens": 3' in shown and "prompt_lookup_num_tokens=3" in shown
     assert (row["strategy"], row["baseline"], row["verdict"], row["prompts"]) == (
         "server spec",
         "server plain",

@@ -67,7 +67,7 @@ def _rows(shown: ShownResult, context: CommandContext) -> str:
     return file.getvalue()
 
 
-EXPORTERS: dict[str, Exporter] = {PAGE: _page, "svg": _picture, "json": _records, "csv": _rows}
+EXPORTERS: dict[str, Exporter] = {PAGE: _page, "svg": _picture, "jsonl": _records, "json": _records, "csv": _rows}
 EXPORT = Command(
     "export",
     "FILE",
@@ -81,7 +81,7 @@ EXPORT = Command(
         (
             "/export FILE.html        a page with all results of the session, texts and plots",
             "/export FILE.svg         the last result in colours, as on the screen",
-            "/export FILE.json        its records, as --json writes them",
+            "/export FILE.jsonl       its records, as --json writes them; .json is accepted, too",
             "/export FILE.csv         its rows, or the requests of /server load, without lists",
             "/export FILE overwrite   replaces a file",
         ),

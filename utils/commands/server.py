@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start
-from utils.commands.servers.server_sweep import sweep
 from utils.commands.servers.server_text import text
 from utils.commands.shared.outcomes import Outcome, Reply, ShowTable, UseServers
 from utils.commands.shared.registry import Command, CommandContext, Page
@@ -77,11 +76,10 @@ SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, s
         "a server program of a kind that is installed here",
     ),
     "stop": (stop, "stop NAME", "a server that was started"),
-    "sweep": (sweep, "sweep NAME draft=0,2,4,8 [repeats=N]", "draft lengths of a started server"),
     "load": (
         load,
-        "load NAME [FILE] [concurrency=1,2,4 | rate=2/s] [requests=N] [turns=N] [length=N | fixed=N] [seconds=N] "
-        "[ttft=500ms] [tpot=50ms] [cache=on]",
+        "load NAME [FILE] [concurrency=1,2,4 | rate=2/s] [draft=0,1,3,5] [requests=N] [turns=N] "
+        "[length=N | fixed=N] [seconds=N] [ttft=500ms] [tpot=50ms] [cache=on]",
         "many requests at the same time",
     ),
 }

@@ -6,6 +6,7 @@ draft without hidden states of the target, and are used in this way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +34,16 @@ class MaskedBlock:
     version: int
 
 
+def is_pard(config: Mapping[str, Any]) -> bool:
+    """Whether the config of a model says that it drafts blocks."""
+    return config.get(MASK) is not None or config.get(KIND) in KINDS
+
+
 def masked_block(model: Any) -> MaskedBlock | None:
     """Return the blocks of a PARD model, or None for a different model. Raises UserError for unusable values."""
     config = model.config.get_text_config(decoder=True)
     token, kind = getattr(config, MASK, None), getattr(config, KIND, None)
-    if token is None and kind not in KINDS:
+    if not is_pard({MASK: token, KIND: kind}):
         return None
     name, tokens = model.name_or_path, vocabulary_size(model)
     if type(token) is not int or not 0 <= token < tokens:

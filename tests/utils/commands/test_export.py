@@ -101,8 +101,8 @@ def test_a_plot_has_the_measured_values(session: ReplSession) -> None:
 
 
 def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: Path) -> None:
-    assert session.handle(f"/export {tmp_path / 'runs.json'}") is Verdict.DONE
-    assert records_of(tmp_path / "runs.json") == records_of(tmp_path / "records.jsonl")
+    assert session.handle(f"/export {tmp_path / 'runs.jsonl'}") is Verdict.DONE
+    assert records_of(tmp_path / "runs.jsonl") == records_of(tmp_path / "records.jsonl")
     session.handle("/race 2")
     assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert records_of(tmp_path / "race.json") == records_of(tmp_path / "records.jsonl")[-1:]

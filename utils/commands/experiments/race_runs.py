@@ -1,4 +1,4 @@
-"""Runs prompts by arms in turns, for /race, /sweep, /verdict and /server sweep.
+"""Runs prompts by arms in turns, for /race, /sweep and /verdict.
 
 The speed of a machine drifts. So arms are warmed up first, take turns at going first, and are compared within a repeat
 of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.

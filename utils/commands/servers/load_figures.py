@@ -1,9 +1,12 @@
-"""What /server load has measured: cells of servers and loads, their table, charts, sentences and request records."""
+"""What /server load has measured: cells of servers or draft lengths and loads, their tables, charts and sentences, the
+best draft length of each load, and the records of requests.
+"""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import ceil, isfinite
+from statistics import fmean
 from typing import Any
 
 from utils.commands.experiments.race_results import OTHER_REASON
@@ -17,14 +20,18 @@ from utils.comparison.speed_claims import (
     SLOWER,
     TOO_FEW,
     SpeedClaim,
+    claim_text,
     interval_text,
     reasons_unknown,
+    rough,
     server_notes,
     speedup_text,
+    star,
 )
 from utils.servers.address import ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.load_slice import MOST_CLIENTS, LoadRequest, LoadSlice, sum_of_drafts
+from utils.servers.processes.flags import Speculation, settings_elsewhere
 
 SHARES = (0.5, 0.9, 0.99)  # percentiles of times
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
@@ -38,6 +45,11 @@ NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
 GOODPUT = "Goodput counts the requests a second with {}."
 BY_POSITION = "acceptance by position of the draft"
+SURFACE = "tokens/s by load and draft length"
+IS_BEST = f"best: measurably faster than every other length, in {MIN_VALUES} turns or more."
+WINNER = "{}: {} is the fastest{}."
+NO_WINNER = "{}: no length is measurably faster than all others; {} is the shortest that is not measurably slower{}."
+UNTOLD = "{}: too little was measured to tell; the highest is {}{}."
 VERBS = {
     FASTER: "is faster than",
     SLOWER: "is slower than",
@@ -102,13 +114,16 @@ class LatencyLimits:
 
 @dataclass(slots=True)
 class LoadCell:
-    """One server at one load, with its measurements by turn, of which `turns` were planned."""
+    """One server at one load, with its measurements by turn, of which `turns` were planned. `draft` is its draft length
+    if several are compared.
+    """
 
     load: Load
     address: ServerAddress
     turns: int
     limits: LatencyLimits = LatencyLimits()
     is_fixed: bool = False
+    draft: int | None = None
     slices: dict[int, LoadSlice] = field(default_factory=dict)
 
     @property
@@ -117,6 +132,13 @@ class LoadCell:
         counted = [one for one in self.slices.values() if one.tokens is not None]
         seconds = sum(one.seconds for one in counted)
         return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
+
+    @property
+    def baseline(self) -> str:
+        """The label of the arm that it is compared with, or empty."""
+        if self.draft is None:
+            return self.address.baseline or ""
+        return _length(0) if self.draft else ""
 
     def speed(self, turn: int) -> float | None:
         """Tokens per second in one turn. At a given rate of arrivals, only the time of each request tells a speed."""
@@ -131,12 +153,12 @@ class LoadCell:
         others = [] if baseline is None else [one.other_tokens for one in baseline.slices.values()]
         ratios = [] if baseline is None else list(_ratios(self, baseline))
         drafts = self._draft_figures(slices)
-        saved_nothing = drafts["drafted"] and not drafts["accepted"]
         seconds = sum(one.seconds for one in slices)
         within = sum(map(self.limits.are_met, requests)) if str(self.limits) else None
         return {
             "server": self.address.name,
-            "baseline": self.address.baseline if baseline is not None else None,
+            "draft": self.draft,
+            "baseline": self.baseline if baseline is not None else None,
             "not_compared": other_machine(self.address, baseline.address) if baseline is not None else "",
             **self.load.figures,
             "turns": self.turns,
@@ -156,8 +178,14 @@ class LoadCell:
             "other_tokens": [one.other_tokens for one in slices],
             "disturbed": any(one.other_tokens for one in slices) or any(others),
             "speedups": ratios,
-            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if saved_nothing else None).figures,
+            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if self.saved_nothing else None).figures,
         }
+
+    @property
+    def saved_nothing(self) -> bool:
+        """Whether it drafted, and no draft was accepted, so that drafts cannot have made it faster."""
+        drafts = self._draft_figures(list(self.slices.values()))
+        return bool(drafts["drafted"]) and not drafts["accepted"]
 
     def _draft_figures(self, slices: Sequence[LoadSlice]) -> dict[str, Any]:
         """The drafts of all turns. If they are unknown in one turn, they are unknown."""
@@ -179,6 +207,7 @@ class LoadCell:
             for one in measured.requests:
                 yield {
                     "server": self.address.name,
+                    "draft": self.draft,
                     **self.load.figures,
                     "turn": turn + 1,
                     "request": one.number + 1,
@@ -189,6 +218,36 @@ class LoadCell:
                     "within_limits": self.limits.are_met(one) if str(self.limits) else None,
                     "error": one.error,
                 }
+
+
+def load_rows(cells: Mapping[tuple[Load, str], LoadCell]) -> Iterator[dict[str, Any]]:
+    """The rows of all cells that have measurements."""
+    for (load, _), cell in cells.items():
+        if cell.slices:
+            same = [one for (other, _), one in cells.items() if other == load and one.slices and not one.saved_nothing]
+            choice = {} if cell.draft is None else _choice(cell, same)
+            yield cell.figures(cells.get((load, cell.baseline))) | choice
+
+
+def _choice(cell: LoadCell, cells: Sequence[LoadCell]) -> dict[str, bool | None]:
+    """Whether a draft length is measurably faster than all others at its load, and whether it is the shortest that is
+    not measurably slower than the fastest. None with too few turns.
+    """
+    best = max(cells, key=lambda one: fmean([one.speed(turn) or 0.0 for turn in one.slices]), default=cell)
+    found = {one.draft or 0: SpeedClaim.of([list(_ratios(best, one))]).verdict for one in cells if one is not best}
+    if not found or {TOO_FEW, "-"} & set(found.values()):
+        return {"fastest": None, "advised": None}
+    as_fast = [best.draft or 0, *(draft for draft, verdict in found.items() if verdict != FASTER)]
+    return {"fastest": cell is best and set(found.values()) == {FASTER}, "advised": cell.draft == min(as_fast)}
+
+
+def _length(draft: int) -> str:
+    return f"draft={draft}"
+
+
+def _label(row: Row) -> str:
+    """What distinguishes the rows of one load."""
+    return row["server"] if row.get("draft") is None else _length(row["draft"])
 
 
 def _percentiles(values: Sequence[float | None]) -> list[float] | None:
@@ -223,7 +282,7 @@ def _requests_text(row: Row) -> str:
 
 
 LOAD = ResultColumn("load", lambda row: str(Load.of(row)))
-SERVER = figure("server", "server")
+SERVER = ResultColumn("server", _label)
 
 
 def load_table(limits: LatencyLimits) -> ResultTable:
@@ -244,9 +303,28 @@ def load_table(limits: LatencyLimits) -> ResultTable:
     )
 
 
-def position_tables(findings: Sequence[Finding]) -> list[ReportTable]:
-    """The acceptance of the first, second, ... draft token where it is known."""
-    known = [row for row in figures_of(findings) if row["accepted_by_position"]]
+def load_tables(findings: Sequence[Finding]) -> list[ReportTable]:
+    """Throughput by load and draft length, and the acceptance of the first, second, ... draft token where known."""
+    rows = figures_of(findings)
+    return [*_surface([row for row in rows if row.get("draft") is not None]), *_positions(rows)]
+
+
+def _surface(rows: Sequence[Row]) -> list[ReportTable]:
+    lengths, loads = sorted({row["draft"] for row in rows}), dict.fromkeys(map(Load.of, rows))
+    if not rows:
+        return []
+    cells = {(Load.of(row), row["draft"]): _surface_cell(row) for row in rows}
+    lines = ((str(load), *(cells.get((load, draft), NOTHING) for draft in lengths)) for load in loads)
+    return [ReportTable(SURFACE, ("load", *map(_length, lengths)), tuple(lines), IS_BEST)]
+
+
+def _surface_cell(row: Row) -> str:
+    speed = NOTHING if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}"
+    return f"{speed}{f' ({speedup_text(row)})' if row['speedups'] else ''}{' best' if row['fastest'] else ''}"
+
+
+def _positions(rows: Sequence[dict[str, Any]]) -> list[ReportTable]:
+    known = [row for row in rows if row["accepted_by_position"]]
     if not known:
         return []
     positions = map(_position, range(max(len(row["accepted_by_position"]) for row in known)))
@@ -269,14 +347,16 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         return []
     lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
     compared = [row for row in rows if row["speedups"]]
-    if compared:
+    if rows[0].get("draft") is not None:
+        lines += _best_lengths(rows)
+    elif compared:
         lines += _comparison(compared)
     elif all(row["baseline"] is None for row in rows):
         lines.append(NO_BASELINE)
     lines += dict.fromkeys(row["not_compared"] for row in rows if row["not_compared"])
     lines += [f"Acceptance: {note}." for note in dict.fromkeys(chain(*(row["acceptance_notes"] for row in rows)))]
-    for name in dict.fromkeys(row["server"] for row in rows):
-        own = [row for row in rows if row["server"] == name]
+    for name in dict.fromkeys(map(_label, rows)):
+        own = [row for row in rows if _label(row) == name]
         limited = {key: [*chain(*(row[key] for row in own))] for key in ("other_tokens", "acceptance_unknown")}
         lines += dict.fromkeys(server_notes(name, limited, "turn"))
     lines += [FIXED] * rows[0]["fixed"]
@@ -286,6 +366,61 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     if all(row["verdict"] != TOO_FEW for row in compared):
         return [*lines, SAMPLE]
     return [*lines, MORE_TURNS if rows[0]["turns"] < MIN_VALUES else TURNS_MISSING]
+
+
+def _best_lengths(rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each load: the fastest draft length where the intervals say so."""
+    for load in dict.fromkeys(map(Load.of, rows)):
+        own = [row for row in rows if Load.of(row) == load]
+        gain = {row["draft"]: f", {claim_text(row)}" if row["speedup"] else "" for row in own}
+        fastest = next((row["draft"] for row in own if row["fastest"]), None)
+        advised = next((row["draft"] for row in own if row["advised"]), None)
+        if advised is None:
+            best = max(own, key=lambda row: row["speedup"] or float(row["draft"] == 0))
+            about = f", about {rough(best['speedup'])}{star(best)} {best['baseline']}" if best["speedup"] else ""
+            yield UNTOLD.format(load, _label(best), about)
+        elif fastest is None:
+            yield NO_WINNER.format(load, _length(advised), gain[advised])
+        else:
+            yield WINNER.format(load, _length(fastest), gain[fastest])
+    unknown = (row for row in rows if row["fastest"] and row["draft"] and not row["drafted"])
+    yield from dict.fromkeys(OTHER_REASON.format(_label(row)) for row in unknown)
+
+
+def load_settings(findings: Sequence[Finding], started: Speculation | None) -> list[str]:
+    """The settings of other programs for what was found, if drafts pay. `started` is how the server drafts."""
+    rows = figures_of(findings)
+    if started is None or not rows:
+        return []
+    if rows[0].get("draft") is None:
+        gains = any(row["verdict"] == FASTER and row["drafted"] for row in rows)
+        return settings_elsewhere(started) if gains else []
+    schedule = draft_schedule(rows)
+    longest = max((drafts for _, _, drafts in schedule), default=0)
+    if not longest:
+        return []
+    found = replace(started, drafts=longest, schedule=schedule if len(schedule) > 1 else ())
+    return settings_elsewhere(found)
+
+
+def draft_schedule(rows: Sequence[Row]) -> tuple[tuple[int, int, int], ...]:
+    """(first, last, drafts) for numbers of concurrent requests, from the advised draft lengths.
+
+    Between two measured loads the length of the lower one is kept. There is none if a load has no advice, or if the
+    advice differs between rates of arrivals.
+    """
+    advised = [(Load.of(row), int(row["draft"])) for row in rows if row["advised"]]
+    differ = len({drafts for _, drafts in advised}) > 1
+    if len(advised) < len(set(map(Load.of, rows))) or (differ and advised[0][0].is_rate):
+        return ()
+    found: list[tuple[int, int, int]] = []
+    for index, (load, drafts) in enumerate(advised):
+        last = int(advised[index + 1][0].value) - 1 if index + 1 < len(advised) else int(load.value)
+        if found and found[-1][2] == drafts:
+            found[-1] = (found[-1][0], last, drafts)
+        else:
+            found.append((found[-1][1] + 1 if found else 1, last, drafts))
+    return tuple(found)
 
 
 def _comparison(rows: Sequence[Row]) -> list[str]:
@@ -328,7 +463,7 @@ def load_charts(findings: Sequence[Finding]) -> list[Chart]:
     ticks, axis = [f"{load.value:g}" for load in loads], f"requests {loads[0].unit}"
     by_server: dict[str, dict[Load, Row]] = {}
     for row in rows:
-        by_server.setdefault(row["server"], {})[Load.of(row)] = row
+        by_server.setdefault(_label(row), {})[Load.of(row)] = row
 
     def series(value: Callable[[Row], float | None]) -> dict[str, list[float | None]]:
         """The values by load, with None for a load that was not measured."""

@@ -1,7 +1,8 @@
 """/server load: many requests to a server and its baseline, in turns. At which load does speculation stop paying?
 
 Requests are the prompts of a file or of this session, sent by clients in a closed loop (`concurrency=`) or arriving at
-random times (`rate=`). Every load sends the same prompts equally often, so that loads are compared, not prompts.
+random times (`rate=`). Every load sends the same prompts equally often, so that loads are compared, not prompts. With
+`draft=`, a local server is restarted with several draft lengths, since no server program takes one per request.
 """
 
 import re
@@ -20,8 +21,10 @@ from utils.commands.servers.load_figures import (
     LoadCell,
     conclusion,
     load_charts,
+    load_rows,
+    load_settings,
     load_table,
-    position_tables,
+    load_tables,
 )
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
@@ -32,11 +35,13 @@ from utils.comparison.reports import Note, Progress, Report, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
+from utils.models import Count
 from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
-from utils.servers.connection import Connection
+from utils.servers.connection import Connection, ServerList
 from utils.servers.kinds.completion import ServerRequest
 from utils.servers.load_slice import LoadSlice, run_slice
+from utils.servers.processes.programs import DRAFTS, Launch
 from utils.text import count_of
 
 CONCURRENCIES = "1,2,4,8,16"
@@ -50,7 +55,8 @@ NUMBERS = {
     "seconds": (600, WholeRange(1, 86_400)),
 }
 LIMITS = ("ttft", "tpot")
-OPTIONS = ("concurrency", "rate", *NUMBERS, *LIMITS, "cache")
+OPTIONS = ("concurrency", "rate", "draft", *NUMBERS, *LIMITS, "cache")
+MOST_LENGTHS = 16  # of drafts
 EITHER = (("concurrency", "rate"), ("length", "fixed"))  # pairs of which only one can be given
 EACH = 3  # requests for each client of a turn; with one, a turn would be a burst, not a closed loop
 ARRIVALS = 20  # fewest requests of a turn at a rate, since fewer random arrivals differ too much between turns
@@ -64,19 +70,38 @@ NO_ANSWER = "{} has not answered one request within {} s. More time is given wit
 TIME_OVER = "The time limit of {} s was reached: what follows was not measured. More time is given with seconds=."
 
 
+@dataclass(frozen=True, slots=True)
+class LoadArm:
+    """A server by name. With a `launch`, it is restarted in this way before its turns."""
+
+    server: str
+    launch: Launch | None = None
+
+    @property
+    def draft(self) -> int | None:
+        """Its draft length, or None if the server runs as it is."""
+        return None if self.launch is None else self.launch.drafts
+
+    @property
+    def label(self) -> str:
+        return self.server if self.launch is None else f"draft={self.draft}"
+
+
 @dataclass(slots=True)
 class LoadMeasurement:
     """What is measured, and what was.
 
-    `prompts` are those that could be sent. `fewest` is the minimum of requests in a turn. `loads` and `turns` are
-    reduced to what fits into `seconds`. `length` counts new tokens, and with `is_fixed` answers do not end earlier.
-    `reuses_prefix` permits prefix caching. `cells` has the results in the order of measurement, `requests` one for
-    each prompt by server, and `singles` the time of one request to each server.
+    `arms` are the server and its baseline, or one server with several draft lengths. `prompts` are those that could be
+    sent. `fewest` is the minimum of requests in a turn. `loads` and `turns` are reduced to what fits into `seconds`.
+    `length` counts new tokens, and with `is_fixed` answers do not end earlier. `reuses_prefix` permits prefix caching.
+    `cells` has the results in the order of measurement, `requests` one for each prompt by server, and `singles` the
+    time of one request to each server. `running` is the arm that was started last, `starting` the seconds of its start,
+    and `failed` are arms that could not be measured.
     """
 
     harness: Harness
     settings: Settings
-    connections: Sequence[Connection]
+    arms: Sequence[LoadArm]
     prompts: Sequence[str]
     loads: Sequence[Load]
     fewest: int
@@ -89,6 +114,17 @@ class LoadMeasurement:
     cells: dict[tuple[Load, str], LoadCell] = field(default_factory=dict)
     requests: dict[str, Sequence[ServerRequest]] = field(default_factory=dict)
     singles: dict[str, float] = field(default_factory=dict)
+    running: LoadArm | None = None
+    starting: float = 0.0
+    failed: list[LoadArm] = field(default_factory=list)
+
+    @property
+    def _servers(self) -> ServerList:
+        return self.harness.state.servers
+
+    @property
+    def _connections(self) -> list[Connection]:
+        return [self._servers.connections[name] for name in dict.fromkeys(arm.server for arm in self.arms)]
 
     def _at_least(self, load: Load) -> int:
         return max(self.fewest, ARRIVALS if load.is_rate else EACH * int(load.value))
@@ -99,26 +135,74 @@ class LoadMeasurement:
         return ceil(self._at_least(load) / texts) * texts
 
     def events(self) -> Iterator[ReportEvent]:
-        """Warm up at each load, choose what fits into the time, and measure that. Servers take turns at going first."""
-        yield from self._first_requests()
-        yield from self._fit_into_time()
-        for load, connection in product(self.loads, self.connections):
-            cell = LoadCell(load, connection.address, self.turns, self.limits, self.is_fixed)
-            self.cells[load, connection.address.name] = cell
+        """All events. A server that was restarted runs as before afterwards."""
+        first = self.arms[0]
+        before = None if first.launch is None else self._servers.local.launch_of(first.server)
+        try:
+            if before is not None:
+                began = time.monotonic()
+                yield from self._start(first)
+                self.starting = time.monotonic() - began
+            yield from self._first_requests()
+            yield from self._fit_into_time()
+            yield from self._measure()
+        finally:
+            for line in () if before is None else self._servers.restart(first.server, before):
+                yield Progress(line)
+
+    def _measure(self) -> Iterator[ReportEvent]:
+        for load, arm in product(self.loads, self.arms):
+            address = self._servers.connections[arm.server].address
+            cell = LoadCell(load, address, self.turns, self.limits, self.is_fixed, arm.draft)
+            self.cells[load, arm.label] = cell
         began, notes = time.monotonic(), set[str]()
-        for load, turn in product(self.loads, range(self.turns)):
-            for connection in rotated(self.connections, turn):
+        for turn, load, arm in self._order():
+            if arm in self.failed:
+                continue
+            try:
+                yield from self._start(arm)
                 left = max(0.0, self.seconds - (time.monotonic() - began))
-                name = connection.address.name
-                yield Progress(f"{name}, {load}, turn {turn + 1} of {self.turns}, at most {left:.0f} s left ...")
+                yield Progress(f"{arm.label}, {load}, turn {turn + 1} of {self.turns}, at most {left:.0f} s left ...")
+                connection = self._servers.connections[arm.server]
                 measured = self._send(load, turn, connection, count=self._per_turn(load), limit=left)
-                if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
-                    yield Note(TIME_OVER.format(self.seconds))
-                    return
-                self.cells[load, name].slices[turn] = measured
-                for failure in set(measured.failures) - notes:
-                    yield Note(f"{name}, {load}: {failure}")
-                notes.update(measured.failures)
+            except UserError as error:
+                if arm.launch is None:
+                    raise
+                self.failed.append(arm)  # another length may run
+                yield Note(f"{arm.label}: {error}")
+                continue
+            if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
+                yield Note(TIME_OVER.format(self.seconds))
+                return
+            self.cells[load, arm.label].slices[turn] = measured
+            for failure in set(measured.failures) - notes:
+                yield Note(f"{arm.label}, {load}: {failure}")
+            notes.update(measured.failures)
+
+    def _order(self) -> Iterator[tuple[int, Load, LoadArm]]:
+        """Turns, loads and arms in the order of measurement. Servers take turns at going first.
+
+        Draft lengths are measured at all loads after each start, every other turn backwards.
+        """
+        if self.arms[0].launch is None:
+            for load, turn in product(self.loads, range(self.turns)):
+                yield from ((turn, load, arm) for arm in rotated(self.arms, turn))
+            return
+        for turn in range(self.turns):
+            for arm, load in product(self.arms[:: -1 if turn % 2 else 1], self.loads):
+                yield turn, load, arm
+
+    def _start(self, arm: LoadArm) -> Iterator[Progress]:
+        """Restart the server if the arm has another draft length than the running one, and warm it up."""
+        if arm.launch is None or arm is self.running:
+            return
+        self.running = None
+        for line in self._servers.restart(arm.server, arm.launch):
+            where = f"{arm.server} with {arm.label}: {line}"
+            yield Progress(Count(where) if isinstance(line, Count) else where)
+        for load in self.loads if self.requests else ():
+            yield from self._warm_up(load)
+        self.running = arm
 
     def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
         """Send so many requests. At a rate, they arrive at the random times of a Poisson process, the same for every
@@ -135,7 +219,7 @@ class LoadMeasurement:
         texts = spaced(self.prompts, min(map(self._at_least, self.loads)))
         if len(texts) < (count := len(self.prompts)):
             yield Note(PART_SENT.format(len(texts), count_of(count, "prompt"), count * self.turns))
-        for connection in self.connections:
+        for connection in self._connections:
             name = connection.address.name
             yield Progress(f"warming up {name} ...")
             makers = (request_maker(self.harness.loaded, text, self.settings) for text in texts)
@@ -153,44 +237,50 @@ class LoadMeasurement:
     def _fit_into_time(self) -> Generator[ReportEvent, None, None]:
         """Reduce the plan to what fits: fewer turns, but enough for a verdict, then fewer loads. Slices stay whole."""
         fewest, planned = min(self.turns, MIN_VALUES), self.turns
+        starts = self.starting * (len(self.arms) - 1)  # seconds of a turn, whose first length runs already
         kept: dict[Load, float] = {}  # seconds of a turn of all servers
         dropped: dict[Load, float] = {}
         for load in self.loads:
             seconds = self._estimate(load, self.singles)
-            if fewest * (sum(kept.values()) + seconds) <= self.seconds:
+            if fewest * (starts + sum(kept.values()) + seconds) <= self.seconds:
                 seconds = yield from self._warm_up(load)
-            fits = fewest * (sum(kept.values()) + seconds) <= self.seconds
+            fits = fewest * (starts + sum(kept.values()) + seconds) <= self.seconds
             (kept if fits else dropped)[load] = seconds
         if not kept:
             load, seconds = next(iter(dropped.items()))
-            needed = ceil(fewest * seconds)
+            needed = ceil(fewest * (starts + seconds))
             raise UserError(TOO_SHORT.format(self.seconds, load, needed, count_of(fewest, "turn")))
-        turns = max(fewest, min(planned, int(self.seconds / sum(kept.values()))))
+        turns = max(fewest, min(planned, int(self.seconds / (starts + sum(kept.values())))))
         if dropped or turns < planned:
             without = f", but not for {', '.join(map(str, dropped))}" if dropped else ""
-            everything = ceil(planned * sum((*kept.values(), *dropped.values())))
+            everything = ceil(planned * sum((starts, *kept.values(), *dropped.values())))
             yield Note(LEFT_OUT.format(self.seconds, f"{turns} of {planned} turns", without, everything))
         self.loads, self.turns = list(kept), turns
-        count = turns * len(self.connections) * sum(map(self._per_turn, kept))
-        yield Note(f"{count_of(count, 'request')}: about {turns * sum(kept.values()):.0f} s.")
+        count = turns * len(self.arms) * sum(map(self._per_turn, kept))
+        yield Note(f"{count_of(count, 'request')}: about {turns * (starts + sum(kept.values())):.0f} s.")
 
     def _estimate(self, load: Load, once: Mapping[str, float]) -> float:
-        """The seconds of one turn of all servers. `once` has those of one request, or of as many as run at once."""
-        count = self._per_turn(load)
+        """The seconds of one turn of all arms. `once` has those of one request, or of as many as run at once."""
+        servers = [arm.server for arm in self.arms]
+        count = self._per_turn(load) + (0 if self.arms[0].launch is None else _warm_up_count(load))
         if load.is_rate:
-            return sum(count / load.value + single for single in self.singles.values())
+            return sum(count / load.value + self.singles[name] for name in servers)
         # The first requests at a load may be slow, but requests never gain from being sent one by one.
-        return sum(min(count / load.value * once[name], count * self.singles[name]) for name in once)
+        return sum(min(count / load.value * once[name], count * self.singles[name]) for name in servers)
 
     def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
-        """Send requests at this load to every server. Returns the estimated seconds of a turn of all servers."""
+        """Send requests at this load to every server. Returns the estimated seconds of a turn of all arms."""
         once = dict[str, float]()
-        for connection in self.connections:
-            name, count = connection.address.name, WARM_UP_ARRIVALS if load.is_rate else load.clients
+        for connection in self._connections:
+            name = connection.address.name
             yield Progress(f"warming up {name}, {load} ...")
-            sent = self._send(load, 0, connection, count=count, limit=self.seconds)
+            sent = self._send(load, 0, connection, count=_warm_up_count(load), limit=self.seconds)
             once[name] = inf if sent.unfinished else sent.seconds
         return self._estimate(load, once)
+
+
+def _warm_up_count(load: Load) -> int:
+    return WARM_UP_ARRIVALS if load.is_rate else load.clients
 
 
 def load(argument: str, context: CommandContext) -> Outcome:
@@ -200,30 +290,25 @@ def load(argument: str, context: CommandContext) -> Outcome:
     if not plain or not names:
         raise UserError(f"name a server of this session: {', '.join(names) or 'there is none'}; for example {EXAMPLE}")
     name = check_choice(plain[0], tuple(names), "server")
-    baseline = servers.connections[name].address.baseline
-    connections = [servers.connections[one] for one in (name, baseline) if one not in (None, TARGET)]
+    arms = _arms(servers, name, options.get("draft"))
+    launch = arms[-1].launch
+    started = servers.local.speculation_of(name) if launch is None else launch.speculation
     if len(plain) > 1:
         prompts = [prompt.text for prompt in read_prompts(path_in(plain[1], EXAMPLE))]
     else:
         prompts = list(dict.fromkeys(context.harness.state.prompts))
     if not prompts:
         raise UserError(NO_PROMPT)
-    measurement = _measurement(context, connections, prompts, options)
+    measurement = _measurement(context, arms, prompts, options)
     cells, table = measurement.cells, load_table(measurement.limits)
     sizes = f"{'exactly' if measurement.is_fixed else 'up to'} {count_of(measurement.length, 'token')} a request"
     report = Report(
         *("server load", prompts[0], context.settings, table.headings),
-        then_findings(
-            measurement.events(),
-            lambda: [
-                table.finding(cell.figures(cells.get((load, cell.address.baseline or ""))))
-                for (load, _), cell in cells.items()
-                if cell.slices
-            ],
-        ),
+        then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
         conclusion,
+        attachment=lambda findings: "\n".join(load_settings(findings, started)),
         charts=load_charts,
-        tables=position_tables,
+        tables=load_tables,
         optional=table.optional,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
@@ -231,8 +316,22 @@ def load(argument: str, context: CommandContext) -> Outcome:
     return [RunReport(report)]
 
 
+def _arms(servers: ServerList, name: str, drafts: str | None) -> list[LoadArm]:
+    """The server and its baseline, or the server without drafts and with each of these draft lengths."""
+    if drafts is None:
+        baseline = servers.connections[name].address.baseline
+        return [LoadArm(one) for one in (name, baseline) if one is not None and one != TARGET]
+    launch = servers.local.launch_of(name)
+    if not launch.drafter:
+        raise UserError(f"{name} has no drafter, so draft lengths change nothing; /server start with drafter= first.")
+    lengths = sorted({0, *(DRAFTS.parse(word.strip()) for word in drafts.split(","))})
+    if not 2 <= len(lengths) <= MOST_LENGTHS:
+        raise UserError(f"draft= takes up to {MOST_LENGTHS} lengths, for example draft=0,1,3,5.")
+    return [LoadArm(name, replace(launch, draft=length)) for length in lengths]
+
+
 def _measurement(
-    context: CommandContext, connections: Sequence[Connection], prompts: Sequence[str], options: Mapping[str, str]
+    context: CommandContext, arms: Sequence[LoadArm], prompts: Sequence[str], options: Mapping[str, str]
 ) -> LoadMeasurement:
     for one, other in EITHER:
         if one in options and other in options:
@@ -247,7 +346,7 @@ def _measurement(
     return LoadMeasurement(
         context.harness,
         context.settings,
-        connections,
+        arms,
         prompts,
         loads,
         fewest=ceil(numbers["requests"] / numbers["turns"]),

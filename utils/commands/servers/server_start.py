@@ -11,9 +11,11 @@ from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of
+from utils.drafter_formats.pard import is_pard
 from utils.errors import UserError, check_choice
 from utils.models.draft_head import is_head
 from utils.models.sources import Source, parse_path
+from utils.pairs.request import PARD
 from utils.servers.address import (
     ServerAddress,
     parse_numbers,
@@ -23,17 +25,15 @@ from utils.servers.address import (
     with_server,
 )
 from utils.servers.connection import ServerList
+from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.local_servers import READY_SECONDS
 from utils.servers.processes.programs import (
     CONTEXT,
     DRAFTS,
     EMBEDDED,
-    LLAMA,
     NGRAM,
     PARALLEL,
     PROGRAMS,
-    SGLANG,
-    VLLM,
     Launch,
     command_line,
 )
@@ -50,11 +50,6 @@ TABLE = ResultTable(
 )
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
 UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
-# The names of vLLM and SGLang for published drafter formats, from their sources.
-METHODS = {
-    VLLM: {"EAGLE-3": "eagle3", "DFlash": "dflash", "DSpark": "dspark"},
-    SGLANG: {"EAGLE-3": "EAGLE3", "DFlash": "DFLASH", "DSpark": "DSPARK"},
-}
 HEAD = (
     "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
     "--start {0}` makes one that it can."
@@ -73,7 +68,8 @@ def start(argument: str, context: CommandContext) -> Outcome:
         kind,
         plain[1] if len(plain) > 1 else _target(kind, context),
         drafter=drafter,
-        method=options.get("method") or _method(kind, drafter),
+        method=options.get("method", ""),
+        format="" if "method" in options else _format(kind, drafter),
         program=options.get("program", ""),
         **parse_numbers(options, SIZES),
         flags=tuple(split_words(flags)),
@@ -122,24 +118,20 @@ def _target(kind: str, context: CommandContext) -> str:
     return target
 
 
-def _method(kind: str, drafter: str) -> str:
-    """The server program's name for the format of a published drafter in a local folder, otherwise empty.
+def _format(kind: str, drafter: str) -> str:
+    """The drafter kind of a published drafter in a local folder, otherwise empty.
 
-    Raises UserError for a drafter that it cannot load or whose name is unknown.
+    Raises UserError for a drafter that only this program can load.
     """
-    if kind not in METHODS or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
+    if kind not in (VLLM, SGLANG) or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
         return ""
     if is_head(folder):
         raise UserError(HEAD.format(drafter, kind))
     checkpoint = read_checkpoint(Source(str(folder), folder.name))
-    known = None if checkpoint is None else format_of(checkpoint)
-    if known is not None and known.name not in METHODS[kind]:
-        words = ", ".join(METHODS[kind])
-        raise UserError(
-            f"The drafter in {drafter} has the format {known.name}. Words of {kind} are known for {words} only: give "
-            "its own with method=."
-        )
-    return "" if known is None else METHODS[kind][known.name]
+    if checkpoint is None:
+        return ""
+    known = format_of(checkpoint)
+    return known.name if known is not None else PARD if is_pard(checkpoint.config) else ""
 
 
 def free_name(launch: Launch, taken: list[str]) -> str:

@@ -29,22 +29,23 @@ from utils.commands.verdicts.measurement import (
     run_length,
     run_seconds,
 )
-from utils.commands.verdicts.wording import equivalent_lines, helps
+from utils.commands.verdicts.wording import helps
 from utils.comparison.arms import Arm, complete
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.job import Job
 from utils.comparison.reports import Progress
-from utils.comparison.runs import Run
+from utils.comparison.runs import PREFIX, Run
 from utils.comparison.speed_claims import SLOWER, server_notes
-from utils.comparison.strategies import Strategy
+from utils.comparison.strategies import Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.results import Generation
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL
+from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
+from utils.servers.processes.flags import Speculation, settings_elsewhere
 from utils.text import encodable, first_of
 
 PROBE_TOKENS, SERVER_PROBE_TOKENS, TUNING_TOKENS = 8, 16, 48
@@ -336,9 +337,21 @@ class DrafterSelection:
         off = {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
         self.harness.state.advice = chosen.changes if advised else off
         gamma = best_fixed.gamma if chosen.gamma is None else chosen.gamma
-        same = pair.drafter_tokenizer is None
-        lines = equivalent_lines(str(found["drafter_kind"]), gamma or 1, str(pair.drafter_name), same_tokenizer=same)
-        return found | {"elsewhere": lines if advised else []}
+        return found | {"elsewhere": settings_elsewhere(self._speculation(gamma or 1)) if advised else []}
+
+    def _speculation(self, drafts: int) -> Speculation:
+        """The chosen candidate in the words of other programs."""
+        pair, chosen = self.harness.pair, self.chosen.strategy
+        has_model = chosen.kind is not None and chosen.kind.uses_loaded and pair.request.drafter != MTP
+        return Speculation(
+            str(chosen.drafter_label(pair)),
+            drafts,
+            str(pair.request.drafter) if has_model else "",
+            rule="" if is_greedy(self.settings) else self.settings.verify,
+            quantize=pair.quantize,
+            drafter_quantize=str(pair.drafter_quantize or "none") if has_model else "none",
+            translates=has_model and pair.drafter_tokenizer is not None,
+        )
 
 
 @dataclass(slots=True)
@@ -398,7 +411,9 @@ class ServerSelection:
         notes = server_notes(row["strategy"], row)
         if (base := race_row(ALL_TASKS, measurement.baseline_results)).get("other_tokens"):
             notes += server_notes(base["strategy"], base)
-        return {**names, "considered": considered, "skipped": [*measurement.race.notes, *notes]}
+        started = self.harness.state.servers.local.speculation_of(measurement.candidate.name.removeprefix(PREFIX))
+        lines = settings_elsewhere(started) if started is not None and helps(row) else []
+        return {**names, "considered": considered, "skipped": [*measurement.race.notes, *notes], "elsewhere": lines}
 
 
 def _step(run: Run) -> float:

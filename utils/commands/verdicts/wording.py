@@ -2,19 +2,15 @@
 the screen.
 """
 
-import json
-
 from utils.commands.experiments.race_results import other_reasons, spread, texts, with_bounds
 from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, rough, star
-from utils.pairs.request import LAYERS, MODEL
 from utils.text import byte_size
 
 WIDE = 1.1  # more prompts would help an interval whose ends have a larger ratio
 SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
 LITTLE_GAIN, MIN_PROMPTS = 1.02, 3  # a task does not profit if its interval over so many prompts is below this gain
-MATCH = 2  # shortest match of `lookup`, in tokens
 
 
 def verdict_table(*, servers: bool) -> ResultTable:
@@ -166,43 +162,3 @@ def _apply(row: Row) -> list[str]:
         commands = " and ".join(row["commands"])
         return [f"To use it here: /verdict apply, or {commands}." if commands else "This session uses it already."]
     return ["/verdict apply turns speculative decoding off here."] if row["verdict"] == SLOWER else []
-
-
-def equivalent_lines(kind: str, gamma: int, drafter: str, *, same_tokenizer: bool) -> list[str]:
-    """Equivalent settings of other programs. `kind` is the drafter kind as in records, `gamma` a number of drafts.
-
-    Option names: transformers 5.23 (`num_assistant_tokens` is read from the assistant's generation config), vLLM's
-    speculative_config, and llama.cpp's --spec-* options of 2026, which replaced --draft-max.
-    """
-    found: dict[str, str] = {}
-    config: dict[str, object] = {}
-    if kind == MODEL:
-        tokenizers = "" if same_tokenizer else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
-        # The heuristic schedule and the confidence threshold would change the number of drafts.
-        found["transformers"] = (
-            f"assistant = AutoModelForCausalLM.from_pretrained({json.dumps(drafter)}); "
-            f"assistant.generation_config.update(num_assistant_tokens={gamma}, "
-            'num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0); '
-            f"model.generate(**inputs, assistant_model=assistant{tokenizers})"
-        )
-        found["llama.cpp"] = f"--model-draft DRAFTER.gguf --spec-type draft-simple --spec-draft-n-max {gamma}"
-        other = {} if same_tokenizer else {"use_heterogeneous_vocab": True}
-        config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": gamma, **other}
-    elif kind == "lookup":
-        lengths = f"prompt_lookup_num_tokens={gamma}, max_matching_ngram_size={MATCH}"
-        found["transformers"] = f"model.generate(**inputs, {lengths})"
-        sizes = f"--spec-ngram-simple-size-n {MATCH} --spec-ngram-simple-size-m {gamma}"
-        found["llama.cpp"] = f"--spec-type ngram-simple {sizes}"
-        bounds = {"prompt_lookup_min": MATCH, "prompt_lookup_max": 4}
-        config = {"method": "ngram", "num_speculative_tokens": gamma, **bounds}
-    elif kind == "suffix":
-        config = {"method": "suffix", "num_speculative_tokens": gamma}
-    elif kind.startswith(LAYERS):
-        found["transformers"] = f"model.generate(**inputs, assistant_early_exit={kind.removeprefix(LAYERS)})"
-    if config:
-        found["vLLM"] = f"--speculative-config '{json.dumps(config)}'"
-    programs = ("transformers", "vLLM", "llama.cpp")
-    lines = [f"{program}: {found[program]}" for program in programs if program in found]
-    without = [program for program in programs if program not in found]
-    lines += [f"{', '.join(without)}: no equivalent of this drafter"] if without else []
-    return ["Equivalent settings elsewhere:", *lines]

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.models import Count
+from utils.servers.processes.flags import LLAMA, Speculation
 from utils.servers.processes.guard import GRACE
-from utils.servers.processes.programs import EMBEDDED, HOST, LLAMA, PROGRAMS, Launch, command_line
+from utils.servers.processes.programs import EMBEDDED, HOST, PROGRAMS, Launch, command_line
 from utils.text import visible
 
 READY_SECONDS = 600.0  # large models take minutes to load
@@ -206,6 +207,11 @@ class LocalServers:
             started = ", ".join(self._running) or "there is none"
             raise UserError(f"'{name}' was not started by this session; name a server that was: {started}.")
         return self._running[name][0]
+
+    def speculation_of(self, name: str) -> Speculation | None:
+        """How a server drafts, or None if it does not draft or was not started here."""
+        launch = self._running[name][0] if name in self._running else None
+        return launch.speculation if launch is not None and launch.drafts else None
 
     def model_of(self, name: str) -> str | None:
         """The model name for requests to a server, or None if the server lists it."""

@@ -1,10 +1,8 @@
 """Server programs that can be started here, and their command lines for a target, a drafter and a draft length.
 
-The flags are those of late 2026. llama.cpp, vLLM and transformers were run here, SGLang's flags are from its
-documentation. Servers listen on loopback addresses only.
+llama.cpp, vLLM and transformers were run here, SGLang never. Servers listen on loopback addresses only.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -15,6 +13,18 @@ from pathlib import Path
 
 from utils.bounds import WholeRange
 from utils.errors import UserError
+from utils.pairs.request import MODEL
+from utils.servers.processes.flags import (
+    KINDS,
+    LLAMA,
+    LOOKUP,
+    MATCHES,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    Speculation,
+    draft_flags,
+)
 
 NGRAM = "ngram"  # drafts from n-grams of the text itself
 EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
@@ -26,8 +36,6 @@ ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 HOST = "127.0.0.1"
 LLAMA_CHILD = Path(__file__).parent / "llama_child.py"
 LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's default of 12 rarely finds one
-LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}  # n-gram lengths of vLLM, as in its documentation
-LLAMA, VLLM, SGLANG, TRANSFORMERS = "llama.cpp", "vllm", "sglang", "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +44,9 @@ class Launch:
 
     `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
     NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
-    `method` is the program's word for the draft method, empty for an ordinary model. `context` counts tokens and
-    `parallel` concurrent requests; None is the program's default. `program` is the executable, searched for if empty.
-    `flags` are passed on unchanged.
+    `method` is the program's word for the draft method, if the user gave it, and `format` the drafter kind of a
+    published drafter. `context` counts tokens and `parallel` concurrent requests; None is the program's default.
+    `program` is the executable, searched for if empty. `flags` are passed on unchanged.
     """
 
     kind: str
@@ -46,6 +54,7 @@ class Launch:
     drafter: str = ""
     draft: int | None = None
     method: str = ""
+    format: str = ""
     context: int | None = None
     parallel: int | None = None
     program: str = ""
@@ -57,6 +66,19 @@ class Launch:
         if not self.drafter:
             return 0
         return DEFAULT_DRAFT if self.draft is None else self.draft
+
+    @property
+    def speculation(self) -> Speculation:
+        """How it drafts. The kind is empty if only the program knows it."""
+        matches = (LLAMA_NGRAM, LLAMA_NGRAM) if self.kind == LLAMA else MATCHES
+        is_lookup = self.drafter == NGRAM
+        kind = KINDS.get(self.method.lower(), "") if self.method else LOOKUP if is_lookup else self.format or MODEL
+        return Speculation(kind, self.drafts, "" if is_lookup else self.drafter, matches)
+
+    @property
+    def draft_flags(self) -> list[str]:
+        """Its flags for drafts. Raises UserError if the program does not support them."""
+        return draft_flags(self.kind, self.speculation, self.method) if self.drafts else []
 
     @property
     def label(self) -> str:
@@ -126,14 +148,7 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
     source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
     line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
     line += _optional("--ctx-size", launch.context) + _optional("--parallel", launch.parallel)
-    if not launch.drafts:
-        return line
-    drafts = str(launch.drafts)
-    if launch.drafter == NGRAM:
-        sizes = ["--spec-ngram-simple-size-n", str(LLAMA_NGRAM), "--spec-ngram-simple-size-m", drafts]
-        return [*line, "--spec-type", "ngram-simple", *sizes]
-    kind = ["--spec-type", launch.method or "draft-simple", "--spec-draft-n-max", drafts]
-    return [*line, *kind, "--spec-draft-model", launch.drafter]
+    return [*line, *launch.draft_flags]
 
 
 def _alias(model: Path) -> str:
@@ -146,31 +161,14 @@ def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
     line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
     line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
-    if not launch.drafts:
-        return line
-    if launch.drafter == NGRAM:
-        config = {"method": launch.method or "ngram", "num_speculative_tokens": launch.drafts, **LOOKUP}
-    else:
-        method = launch.method or "draft_model"
-        config = {"method": method, "model": launch.drafter, "num_speculative_tokens": launch.drafts}
-    return [*line, "--speculative-config", json.dumps(config)]
+    return [*line, *launch.draft_flags]
 
 
 def _sglang_arguments(launch: Launch, port: int) -> list[str]:
     line = ["--model-path", launch.model, "--host", HOST, "--port", str(port)]
     line += ["--enable-metrics", "--disable-radix-cache"]
     line += _optional("--context-length", launch.context) + _optional("--max-running-requests", launch.parallel)
-    if not launch.drafts:
-        return line
-    if launch.drafter == NGRAM:
-        algorithm, sizes = "NGRAM", ["--speculative-num-draft-tokens", str(launch.drafts)]
-    else:
-        # A chain of drafts is one branch. The verified tokens include the one before the drafts.
-        algorithm = "STANDALONE"
-        sizes = ["--speculative-num-steps", str(launch.drafts), "--speculative-eagle-topk", "1"]
-        sizes += ["--speculative-num-draft-tokens", str(launch.drafts + 1)]
-        sizes += ["--speculative-draft-model-path", launch.drafter]
-    return [*line, "--speculative-algorithm", launch.method or algorithm, *sizes]
+    return [*line, *launch.draft_flags]
 
 
 def _transformers_arguments(launch: Launch, port: int) -> list[str]:
