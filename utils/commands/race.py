@@ -5,10 +5,9 @@ turns, to separate differences in speed from noise.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.race_results import REPEATS, race_charts, race_conclusion, race_rows, race_table
+from utils.commands.experiments.race_results import REPEATS, race_conclusion, race_rows, race_table
 from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, server_arms, then_findings
 from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
@@ -16,7 +15,6 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
-from utils.comparison.charts import TARGET_ONLY
 from utils.comparison.reports import Report, shortened
 from utils.errors import UserError
 from utils.prompts.conversation import Turns
@@ -41,8 +39,7 @@ class _Race:
     def on_servers(self) -> Report:
         """The report of the servers."""
         harness = self.context.harness
-        arms = server_arms(harness, list(harness.state.servers))
-        return self.report("server_race", arms, on_servers=True)
+        return self.report("server_race", server_arms(harness, list(harness.state.servers)), on_servers=True)
 
     def report(self, record: str, arms: Sequence[Arm], history: Turns = (), *, on_servers: bool = False) -> Report:
         """The report of these arms. Of servers, only their own rows are shown."""
@@ -55,7 +52,6 @@ class _Race:
             *(record, self.subject, settings, table.headings),
             then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, sample))),
             lambda findings: race_conclusion(figures_of(findings), count if self.is_file else None),
-            charts=partial(race_charts, over="the baseline" if on_servers else TARGET_ONLY),
             tables=lambda findings: sample.tables(figures_of(findings), settings.length) if sample.name else [],
             optional=table.optional,
             title=self.title + ", on servers" * on_servers,

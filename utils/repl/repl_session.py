@@ -16,7 +16,6 @@ from utils.commands.shared.outcomes import (
     RunReport,
     ShowRows,
     ShowTable,
-    ShowTexts,
     UsePair,
     UseServers,
     UseStorage,
@@ -174,6 +173,7 @@ class ReplSession:
             self.limits,
             facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
+            page=self._renderer.page,
             interactive=self._tools.interactive,
         )
         verdict = self._apply(registry.run(line, context))
@@ -265,8 +265,6 @@ def show_effect(effect: Effect, renderer: Renderer) -> bool:
             renderer.rows(rows)
         case ShowTable(headings, rows):
             renderer.table(headings, rows)
-        case ShowTexts(columns):
-            renderer.columns(columns)
         case Action.CLEAR_SCREEN:
             renderer.clear()
         case _:

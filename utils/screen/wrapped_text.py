@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import groupby
 from operator import itemgetter
 
-from utils.comparison.run_texts import TextPiece
+from utils.comparison.runs import TextPiece
 from utils.text import visible
 
 

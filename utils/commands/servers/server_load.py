@@ -19,7 +19,6 @@ from utils.commands.servers.load_figures import (
     Load,
     LoadCell,
     conclusion,
-    load_charts,
     load_table,
     position_tables,
 )
@@ -222,7 +221,6 @@ def load(argument: str, context: CommandContext) -> Outcome:
             ],
         ),
         conclusion,
-        charts=load_charts,
         tables=position_tables,
         optional=table.optional,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",

@@ -16,7 +16,6 @@ from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, fi
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.arms import RunWatcher, ServerArm, complete
-from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent, shortened
 from utils.comparison.runs import Run
@@ -108,7 +107,6 @@ def sweep(argument: str, context: CommandContext) -> Outcome:
             lambda: map(TABLE.finding, _rows(item, lengths)),
         ),
         conclusion,
-        charts=sweep_charts,
         optional=TABLE.optional,
         title=f'/server sweep {name}, {each} of "{shortened(prompts[-1])}"',
     )
@@ -193,11 +191,3 @@ def _best(row: Row) -> str:
     if row["verdict"] == TOO_FEW:
         return f"The highest is {row['strategy']}: {text}, but there are too few runs to tell."
     return f"No draft length is measurably faster than {BASE}; the highest is {row['strategy']}: {text}."
-
-
-def sweep_charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each run over draft 0, or the throughput of each run without draft 0."""
-    rows = figures_of(findings)
-    compared = [row for row in rows if row["draft"] and row["speedups"]]
-    chosen = compared or [row | {"speedups": []} for row in rows]
-    return [repeats_chart([(row["strategy"], row) for row in chosen], over=BASE)]

@@ -36,7 +36,7 @@ class CommandContext:
     """What a command may read.
 
     `facts` makes (name, value) pairs that describe the loaded models, for /show. `interactive` is True if lines are
-    typed on a terminal.
+    typed on a terminal. `page` makes an HTML page of what was shown.
     """
 
     settings: Settings
@@ -46,6 +46,7 @@ class CommandContext:
     facts: Callable[[], tuple[tuple[str, str], ...]] = lambda: ()
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
     interactive: bool = True
+    page: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, slots=True)
