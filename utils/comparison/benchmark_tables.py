@@ -42,11 +42,9 @@ class BenchmarkSample:
 
     def figures(self, repeats: Sequence[Repeat]) -> dict[str, Any] | None:
         """The field `benchmark` of a row, or None if the prompts are not of a benchmark."""
-        return self.named(benchmark_figures(repeats)) if self.name else None
-
-    def named(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Figures with the name of the benchmark."""
-        return {"name": self.name, "prompts_in_file": self.of, **figures}
+        if not self.name:
+            return None
+        return {"name": self.name, "prompts_in_file": self.of, **benchmark_figures(repeats)}
 
     @property
     def text(self) -> str:
@@ -72,8 +70,8 @@ class BenchmarkSample:
             )
             for row, of_row in zip(drafting, rates, strict=True)
         ]
-        headings = ("category", "strategy", "prompts", "speed-up", "MAT", "AL")
-        headings += tuple(str(index + 1) for index in positions)
+        names = ("category", "strategy", "prompts", "speed-up", "MAT", "AL")
+        headings = (*names, *(str(index + 1) for index in positions))
         note = f"{MEANING}{PUBLISHED.get(self.name, '')} Here: {self.text}, up to {length} new tokens."
         return [ReportTable(f"As {self.name} defines it:", headings, tuple(cells), note)]
 

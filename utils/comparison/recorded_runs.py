@@ -143,11 +143,11 @@ def _is_conversation(messages: Any) -> bool:
     return roles == ["user", "assistant"] * (len(messages) // 2)
 
 
-NEEDED: Mapping[str, Callable[[Any], bool]] = {
+NEEDED: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("prompt", "strategy", "finish"), _is_text),
     "settings": _is_table,
 }
-OPTIONAL: Mapping[str, Callable[[Any], bool]] = {  # missing or null is valid
+OPTIONAL: dict[str, Callable[[Any], bool]] = {  # missing or null is valid
     **dict.fromkeys(("text", "drafter_kind", "baseline"), _is_text),
     **dict.fromkeys((*CIRCUMSTANCES, SERVER), _is_table),
     **dict.fromkeys(("tokens_per_second", "speedup_vs_baseline"), _is_number),

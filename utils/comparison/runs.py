@@ -1,5 +1,4 @@
-"""Run: what a strategy or a server generated for one prompt, how it compares with the run of its baseline, and its text
-as pieces that are accepted drafts or not.
+"""Run: what a strategy or a server generated for one prompt, how it compares with the run of its baseline.
 
 Tables, verdicts, records and exports are made from runs. Speeds are compared on the same host only. Texts of local
 strategies are compared by token, those of servers under greedy decoding only: by token if both servers return ids,
@@ -8,17 +7,17 @@ otherwise by character.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from utils.comparison.job import Job
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.config.settings import Settings
-from utils.decode.steps import FinishReason, Step
+from utils.decode.steps import FinishReason
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.metrics.results import CHARACTER, TOKEN, Comparison, Generation, first_difference
 from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
-from utils.text import TextStream, decode, token_piece, visible
+from utils.text import decode, token_piece, visible
 
 PREFIX = "server "
 CONTEXT = 32  # characters before a difference that are shown with it
@@ -266,37 +265,3 @@ def divergence_sentence(divergence: Divergence, tokenizer: Any) -> str:
     reason = REASONS[divergence.cause].format(gap=divergence.gap, drift=divergence.rounding or 0)
     ours, theirs = (_choice(tokenizer, candidate) for candidate in (divergence.ours, divergence.theirs))
     return f"differs at token {divergence.position + 1}: it has {ours}, target-only {theirs}; {reason}."
-
-
-class TextPiece(NamedTuple):
-    """Part of a text. `accepted` is True if its tokens are accepted drafts."""
-
-    text: str
-    accepted: bool
-
-
-class MarkedStream:
-    """The pieces that the steps of a run complete. Together they are the text of its tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._text = TextStream(tokenizer)
-        self._all_accepted = True  # whether all tokens of the held-back text were accepted
-
-    def add(self, step: Step) -> list[TextPiece]:
-        """The text that a step completes. A character of several tokens counts as a draft only if all of them are
-        drafts.
-        """
-        pieces = []
-        for index, token in enumerate(step.tokens):
-            self._all_accepted &= index < step.accepted
-            if text := self._text.add((token,)):
-                pieces.append(self._piece(text))
-        return pieces
-
-    def end(self) -> list[TextPiece]:
-        """The rest of the text, incomplete characters included."""
-        return [self._piece(rest)] if (rest := self._text.end()) else []
-
-    def _piece(self, text: str) -> TextPiece:
-        accepted, self._all_accepted = self._all_accepted, True
-        return TextPiece(text, accepted)

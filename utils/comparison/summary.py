@@ -25,14 +25,14 @@ NO_TARGET = "Without target-only there is nothing to compare the speed with: /ta
 FAILED_TARGET = "Target-only did not finish, so there is nothing to compare the speed with."
 NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /speculative on or /ngram on."
 LIMIT = "{}: {:.2f}x was measured, but {:.2f} tokens per forward cannot make it so fast."
-NOISE = "{}: no draft was {}, so any difference in speed is noise or the cost of drafting."
+NOISE = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
 NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and its speed are unknown."
 NO_BASELINE = (
     "Speed-ups need a baseline: /server add NAME URL baseline=NAME says with which server another is compared."
 )
 NO_RUN = "{} has no answer of {} to be compared with."
 OTHER_TEXT = "{0}: another text than {1} (a rounding tie? see /server text {2})."
-NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of drafting"
+NO_DRAFTS = "No draft was accepted, so any difference in speed is noise or the cost of drafting"
 
 
 def ending(run: Run, length: int) -> str:
@@ -160,7 +160,7 @@ def _unexplained(rivals: Sequence[Rival]) -> bool:
 def _speeds(rivals: Sequence[Rival]) -> str:
     """Which strategies were faster than target-only, and by about how much."""
     if _unexplained(rivals):
-        return NO_DRAFTS.format(_lacking(rivals))
+        return NO_DRAFTS
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
     best, several = judged[0], len(judged) > 1
     factor = best.about
@@ -182,12 +182,7 @@ def _not_explained(rivals: Sequence[Rival]) -> str:
     without = [rival for rival in rivals if rival.speed is Speed.UNEXPLAINED]
     if not without or _unexplained(rivals):
         return ""
-    return NOISE.format(_listed([rival.name for rival in without]), _lacking(without))
-
-
-def _lacking(rivals: Sequence[Rival]) -> str:
-    """Why nothing was accepted: there were no drafts, or all were rejected."""
-    return "accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed"
+    return NOISE.format(_listed([rival.name for rival in without]))
 
 
 def _texts(rivals: Sequence[Rival]) -> str:
@@ -233,7 +228,7 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     if comparison.same is False:
         yield OTHER_TEXT.format(run.name, baseline, run.name.removeprefix(PREFIX))
     if run.accepted == 0 and run.drafted:
-        yield NOISE.format(run.name, "accepted")
+        yield NOISE.format(run.name)
     elif (speedup := credible_speedup(entry)) is not None and (limit := Rival(entry, speedup).limit):
         yield limit
     if other is None and baseline != TARGET:

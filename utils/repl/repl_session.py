@@ -174,7 +174,6 @@ class ReplSession:
             facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             page=self._renderer.page,
-            interactive=self._tools.interactive,
         )
         verdict = self._apply(registry.run(line, context))
         self.succeeded = line if verdict is Verdict.DONE else ""

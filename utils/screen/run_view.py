@@ -6,7 +6,6 @@ from typing import Any
 from utils.comparison.arms import Arm
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import (
-    MarkedStream,
     Run,
     divergence_sentence,
     relation,
@@ -21,8 +20,7 @@ from utils.metrics.divergence import Divergence
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.renderer import Renderer
-from utils.screen.tables import transposed_rows
-from utils.screen.wrapped_text import Mark, MarkedPiece, WrappedText, as_marked, from_character, merged, plain_text
+from utils.screen.wrapped_text import Mark, MarkedPiece, MarkedStream, WrappedText, from_character, merged, plain_text
 from utils.servers.kinds.completion import Piece
 from utils.text import count_of, visible
 
@@ -95,7 +93,7 @@ class RunView:
         """Show one more step of a strategy."""
         assert self._text is not None
         self._tokens += len(step.tokens)
-        pieces = as_marked(self._text.add(step))
+        pieces = self._text.add(step)
         self._pieces += pieces
         if self._shows_rounds:
             self._rounds += 1
@@ -121,7 +119,7 @@ class RunView:
     def end(self, run: Run) -> None:
         """Show the rest of the text, or the difference, and the figures of the finished run."""
         self._renderer.end_progress()
-        rest = [] if self._text is None else as_marked(self._text.end())
+        rest = [] if self._text is None else self._text.end()
         self._pieces += rest
         if self._in_full:
             self._end_in_full(run, self._pieces if self._shows_rounds else rest)
@@ -202,10 +200,9 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
     """Show the subject of a report, its findings as tables, and its conclusion."""
     cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
-    if report.transposed:
-        # One row for each heading, and one column for each finding.
-        for rows in transposed_rows(report.headings, cells, renderer.width):
-            renderer.rows(rows)
+    if report.transposed:  # one row for each heading, and one column for each finding
+        headings, *rows = zip(report.headings, *cells, strict=True)
+        renderer.table(headings, rows)
     else:
         renderer.table(report.headings, cells, report.optional)
     for table in report.tables(findings):

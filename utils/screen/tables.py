@@ -7,7 +7,6 @@ writes them.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from rich.cells import cell_len
@@ -156,10 +155,9 @@ def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Ta
     for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
         justify: Literal["left", "right"] = "right" if column.has_numbers else "left"
         table.add_column(column.heading_for(size), justify=justify, overflow="fold", width=size)
-    for row, colour in zip_longest(zip(*(column.cells for column in columns), strict=True), colours, fillvalue=""):
+    for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
-        first, *others = row
-        table.add_row(Text(first, style=colour), *map(Text, others))
+        table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))
     return table
 
 
@@ -169,19 +167,3 @@ def _as_lists(columns: Sequence[_Column], width: int) -> Table:
     rows = zip(*(column.cells for column in columns), strict=True)
     lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
     return list_table(lines[1:], width)
-
-
-def transposed_rows(
-    headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
-) -> list[list[tuple[str, ...]]]:
-    """Lists with one line per heading and one column per row. Each list has as many rows as fit on the screen."""
-    first = max(map(cell_len, headings)) + GAPS[0]
-    lists: list[list[tuple[str, ...]]] = []
-    taken: list[tuple[str, ...]] = []
-    for row in rows:
-        sizes = [max(cell_len(visible(cell)) for cell in one) + GAPS[0] for one in (*taken, row)]
-        if taken and first + sum(sizes) > width:
-            lists.append(list(zip(headings, *taken, strict=True)))
-            taken = []
-        taken.append(row)
-    return [*lists, list(zip(headings, *taken, strict=True))]

@@ -83,9 +83,9 @@ def test_results_do_not_keep_models_that_were_replaced(view: Screen) -> None:
 
 
 def test_a_long_session_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "KEPT", 60)
+    monkeypatch.setattr(renderer, "KEPT", 12)
     session = open_session(screen())
-    for line in ("/length 2", "first", "second", "third", "fourth"):
+    for line in ("/length 2", "zebra", "second", "third", "fourth"):
         assert session.handle(line) is Verdict.DONE
     text = exported(session, tmp_path / "x.html")[1]
-    assert "fourth" in text and "first" not in text
+    assert "target" in text and "zebra" not in text

@@ -93,7 +93,7 @@ def test_others_without_an_accepted_draft_are_named_beside_the_winner() -> None:
     text = said(speculative=drafting(1.4), ngram=drafting(1.11, accepted=0), target=run_of(60))
     assert text.startswith("speculative was about 1.4x") and "ngram: no draft was accepted" in text
     text = said(speculative=drafting(1.4), ngram=run_of(60), target=run_of(60))
-    assert "ngram: no draft was proposed" in text
+    assert "ngram: no draft was accepted" in text
 
 
 def test_the_fastest_of_several_drafters_is_named() -> None:

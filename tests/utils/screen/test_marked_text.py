@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
-from utils.comparison.runs import MarkedStream
 from utils.decode.steps import Step
 from utils.screen.wrapped_text import (
     Mark,
     MarkedPiece,
+    MarkedStream,
     WrappedText,
-    as_marked,
     from_character,
+    merged,
     plain_text,
 )
 from utils.text import decode, visible
@@ -39,7 +39,7 @@ def steps_of(ids: list[int], sizes: list[int]) -> list[Step]:
 def marked(steps: list[Step]) -> list[MarkedPiece]:
     stream = MarkedStream(TOKENIZER)
     pieces = [piece for step in steps for piece in stream.add(step)]
-    return as_marked([*pieces, *stream.end()])
+    return merged([*pieces, *stream.end()])
 
 
 @given(TEXTS, st.lists(st.integers(1, 5), max_size=10))
