@@ -63,9 +63,8 @@ MEANINGS = {  # sentences about the verdicts that need one
     RARE: "{strategy}: chance does this with probability {p_value:.1g}. Next: repeat it with more draws.",
     WRONG: "{strategy} does not follow the target's distribution. This is a bug: please report it.",
     OTHER: "{strategy} alone is not meant to follow the target's distribution.",
-    ALL_MATCH: "{strategy}: the target allows only one token here.",
-    TOO_FEW: "{strategy}: a test needs two tokens that are expected five times each. Next: more draws or a higher "
-    "temperature.",
+    ALL_MATCH: "The target allows only one token here.",
+    TOO_FEW: "A test needs two tokens that are expected five times each. Next: more draws or a higher temperature.",
 }
 P_VALUE = "p-value: the probability that draws from the target's own distribution deviate at least this much."
 DRAW_TABLE = ResultTable(
@@ -347,8 +346,8 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
 def conclusion(findings: Sequence[Finding]) -> list[str]:
     """Sentences on the verdicts that need one."""
     rows = figures_of(findings)
-    lines = [MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS]
-    return [*lines, *[P_VALUE] * any(row["p_value"] is not None for row in rows)]
+    lines = (MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS)
+    return [*dict.fromkeys(lines), *[P_VALUE] * any(row["p_value"] is not None for row in rows)]
 
 
 def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:

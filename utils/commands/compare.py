@@ -86,7 +86,7 @@ def match_figures(found: RunMatch) -> dict[str, Any]:
         "ratios": _ratios(*speeds),
         **{name: [one.get(name), other.get(name)] for name in ("accepted", "drafted")},
     }
-    ours, theirs = (None if row.get("token_ids") is None else row["token_ids"] for row in (one, other))
+    ours, theirs = one.get("token_ids"), other.get("token_ids")
     # The ids of two tokenizers differ for the same text.
     if found.first[0].model != found.second[0].model or ours is None or theirs is None:
         texts = one.get("text"), other.get("text")

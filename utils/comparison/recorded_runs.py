@@ -29,7 +29,7 @@ CIRCUMSTANCES = {
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),
 }
-MAX_SPEED = 1e9  # a file can be edited: other speeds would give meaningless ratios
+LEAST_SPEED, MAX_SPEED = 1e-6, 1e9  # a file can be edited: other speeds would give meaningless ratios
 COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "kind", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
@@ -165,7 +165,7 @@ def _checked(record: Record) -> Record:
             raise UserError(f'the record is damaged: its "{name}" {problem}.')
     if record["finish"] == FinishReason.INTERRUPTED:
         raise UserError("the run was interrupted.")
-    if not record.get("tokens_per_second"):
+    if (record.get("tokens_per_second") or 0) < LEAST_SPEED:
         raise UserError("the run has no speed.")
     return record
 
