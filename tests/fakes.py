@@ -27,6 +27,7 @@ from utils.engine import Engine, engine
 from utils.engine.forward_timing import WIDTHS, ForwardProbe
 from utils.pairs.pair import Pair, compare_models
 from utils.pairs.request import PairRequest
+from utils.repl import runner
 from utils.repl.loaded_pair import SessionTools
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -168,6 +169,19 @@ def checked(session: ReplSession, file: Path, *lines: str) -> dict[str, Any]:
     for line in lines:
         assert session.handle(line) is Verdict.DONE, line
     return records_of(file)[-1]
+
+
+def reported(monkeypatch: Any) -> list[tuple[Any, Any]]:
+    """The reports that will be shown, each with its findings."""
+    shown: list[tuple[Any, Any]] = []
+    show = runner.show_report
+
+    def note(renderer: Renderer, report: Any, findings: Any, conclusion: Any) -> None:
+        shown.append((report, findings))
+        show(renderer, report, findings, conclusion)
+
+    monkeypatch.setattr(runner, "show_report", note)
+    return shown
 
 
 def with_speculative(steps: Any) -> tuple[Strategy, ...]:

@@ -19,10 +19,8 @@ from utils.commands.servers.load_figures import (
     Load,
     LoadCell,
     conclusion,
-    load_charts,
     load_tables,
 )
-from utils.comparison.charts import LineChart
 from utils.comparison.reports import Finding
 from utils.comparison.speed_claims import SpeedClaim
 from utils.decode.steps import FinishReason
@@ -303,18 +301,10 @@ def test_a_few_turns_are_no_winner() -> None:
     assert "1 (about 1.45x), 2 (about 0.75x)" in lines and "turns=5" in lines
 
 
-def test_the_plots_have_a_point_for_each_load() -> None:
-    throughput, latency = load_charts([row(1, [1.5]), row(4, [0.9])])
-    assert isinstance(throughput, LineChart) and throughput.ticks == ["1", "4"]
-    assert throughput.series == {"spec": [10.0, 40.0]}
-    assert isinstance(latency, LineChart) and latency.series == {"spec": [10.0, 10.0]}
-
-
 def test_rates_are_named_as_such() -> None:
     rows = [row(0, [1.5] * 5, rate=rate, concurrency=None) for rate in (0.5, 2.0)]
     lines = " ".join(conclusion(rows))
     assert "spec is faster than plain with this many requests a second: 0.5 (1.50x), 2 (1.50x)" in lines
-    assert load_charts(rows)[0].x_label == "requests a second"
 
 
 def test_every_note_is_shown_once_and_other_requests_are_marked() -> None:

@@ -253,12 +253,11 @@ def test_tokens_per_forward_limit_what_is_said_of_a_server(
     session = server_session(view, *addresses(two))
     assert session.handle("Hello") is Verdict.DONE
     shown = view.take()[0]
-    assert "server spec: at most about 2.0x as fast as server plain, and the same text" in shown
     assert "2.00 tokens per forward cannot make it so fast" in shown
     found = ServerAcceptance(60, 1, forwards=6)
     assert session.handle("Hello again") is Verdict.DONE
     shown = view.take()[0]
-    assert "as fast as" not in shown and "1.00 tokens per forward cannot" in shown and "noise" in shown
+    assert "1.00 tokens per forward cannot" in shown and "noise" in shown
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "1e300", "-5", "x"])

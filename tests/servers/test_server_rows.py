@@ -51,7 +51,7 @@ def test_two_servers_are_compared(two: tuple[Loopback, Loopback], view: Screen, 
         "prompt_form": "messages",
     }
     table = view.take()[0]
-    assert "= same text" in table and "as fast as server plain" in table
+    assert "= same text" in table
 
 
 def test_prompt_and_settings_reach_the_server(two: tuple[Loopback, Loopback], view: Screen) -> None:
@@ -70,7 +70,6 @@ def test_prompt_and_settings_reach_the_server(two: tuple[Loopback, Loopback], vi
         "seed": 7,
     }
     assert text.path == "/v1/completions" and text.body["prompt"] == "Hi"
-    assert "/server text spec" in view.take()[0]
 
 
 def test_a_different_text_is_shown_from_its_first_difference(
@@ -122,8 +121,6 @@ def test_servers_beside_the_local_target(
     ratio = by_name["server own"]["tokens_per_second"] / by_name["target"]["tokens_per_second"]
     assert by_name["server own"]["speedup_vs_baseline"] == pytest.approx(ratio)
     assert by_name["server own"]["same_as_baseline"] is False
-    lengths = [by_name[name]["new_tokens"] for name in ("server own", "target")]
-    assert (f"generated {lengths[0]} and {lengths[1]} tokens" in view.take()[0]) == (lengths[0] != lengths[1])
     assert session.handle("/why") is Verdict.DONE
     for line in ("/speculative off", "/ngram off", "/target off", "Hello"):
         assert session.handle(line) is Verdict.DONE, view.take()
@@ -239,13 +236,13 @@ def test_a_key_is_in_nothing_that_a_session_writes(
     assert session.handle("Hello") is Verdict.DONE, view.take()
     two[1].faults = Faults(status=400, message=f"Bearer {KEY} is wrong")
     assert session.handle("Hello") is Verdict.FAILED
-    for name in ("a.html", "a.json", "a.svg", "s.txt"):
+    for name in ("a.html", "a.json", "s.txt"):
         command = "save" if name == "s.txt" else "export"
         two[1].faults = Faults()
         session.handle("Hello")
         assert session.handle(f"/{command} {tmp_path / name}") is Verdict.DONE, view.take()
     written = [file.read_text(encoding="utf-8") for file in tmp_path.iterdir()]
-    assert len(written) == 5 and all(KEY not in text for text in (*written, view.take()[1]))
+    assert len(written) == 4 and all(KEY not in text for text in (*written, view.take()[1]))
     view.take()
     for line in ("/texts", "/show"):
         session.handle(line)

@@ -1,13 +1,13 @@
 """/audit and /lossless: checks of the loaded models and strategies on the last prompt.
 
 /audit finds out what is deterministic here, and which texts must be equal. Its modes follow the tests of
-batch-invariant inference engines: `repeat` and `order` repeat and reorder whole runs, `width` and `prefix` compare the
-logits before random cuts of the text, by verify width, and with and without a cached prefix. /lossless tests whether
-first tokens follow the target's distribution, with many one-round draws.
+batch-invariant inference engines: `texts` repeats whole runs in changing order, and `logits` compares the logits before
+random cuts of the text, by verify width, and with and without a cached prefix. /lossless tests whether first tokens
+follow the target's distribution, with many one-round draws.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -59,20 +59,21 @@ MIN_EXPECTED = 5.0  # with smaller expected counts the chi-square distribution i
 SUSPICIOUS, IMPOSSIBLE = 1e-3, 1e-8  # p-values below these are called suspicious or wrong
 NO_DIFFERENCE, ALL_MATCH, TOO_FEW = "no difference seen", "all match", "too few draws"
 OTHER, RARE, WRONG = "differs, as expected", "suspicious", "wrong: please report"
-ALARMS = {  # sentences about a strategy whose draws do not match the target's distribution
+MEANINGS = {  # sentences about the verdicts that need one
     RARE: "{strategy}: chance does this with probability {p_value:.1g}. Next: repeat it with more draws.",
     WRONG: "{strategy} does not follow the target's distribution. This is a bug: please report it.",
+    OTHER: "{strategy} alone is not meant to follow the target's distribution.",
+    ALL_MATCH: "The target allows only one token here.",
+    TOO_FEW: "A test needs two tokens that are expected five times each. Next: more draws or a higher temperature.",
 }
+P_VALUE = "p-value: the probability that draws from the target's own distribution deviate at least this much."
 DRAW_TABLE = ResultTable(
     figure("strategy", "strategy"),
     figure("draws", "draws", drop=2),
+    figure("matches", "matches"),
     figure("cells", "cells", drop=1),
-    ResultColumn(
-        "chi-square",
-        lambda row: NOTHING if row["statistic"] is None else f"{row['statistic']:.1f} ({row['freedom']} df)",
-    ),
+    figure("chi-square", "statistic", "{:.1f}"),
     figure("p-value", "p_value", "{:.2g}"),
-    ResultColumn("matches", lambda row: f"{row['matches']}/{row['draws']}" if row["statistic"] is None else NOTHING),
     figure("verdict", "verdict"),
 )
 GREEDY = (
@@ -102,7 +103,6 @@ class _Audit:
         self._harness, self._job, self._trials = harness, job, trials
         self._random = Random(job.settings.seed)
         self._width = job.settings.max_drafts + 1  # of the widest verify pass: all drafts of a round and one token
-        self._texts: dict[str, set[tuple[int, ...]]] = {}  # the different texts of each strategy
 
     def events(self) -> Iterator[ReportEvent]:
         settings, enabled = self._job.settings, self._harness.enabled(self._job.settings)
@@ -110,38 +110,34 @@ class _Audit:
         prompt = f"the last prompt ({size})" if self._harness.last_local else f'"{OWN_PROMPT}"'
         yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
         names = ", ".join(strategy.name for strategy in enabled)
-        runs = f"{self._trials} x up to {count_of(settings.length, 'token')} by {names}"
-        yield Progress(f"repeat: {runs}, always in this order ...")
-        yield from self._text_events("repeat", lambda: enabled)
-        yield Progress(f"order: {runs}, shuffled ...")
-        yield from self._text_events("order", lambda: self._random.sample(enabled, len(enabled)))
+        yield Progress(f"texts: {self._trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
+        yield from self._text_events(enabled)
         self._job = replace(self._job, prompt=self._job.prompt[:LONGEST_PROMPT])
-        context = self._trial_text()
-        yield from self._logit_events("width", context, self._by_width)
-        yield from self._logit_events("prefix", context, self._by_prefix)
+        yield from self._logit_events(self._trial_text())
 
-    def _text_events(self, mode: str, order: Callable[[], Sequence[Strategy]]) -> Iterator[ReportEvent]:
-        """Run the strategies in an order for each trial. The finding also covers the texts of earlier modes."""
+    def _text_events(self, enabled: Sequence[Strategy]) -> Iterator[ReportEvent]:
+        """Run the strategies in a random order for each trial."""
+        texts: dict[str, set[tuple[int, ...]]] = {}  # the different texts of each strategy
         refused: dict[str, str] = {}
         countdown, done = Countdown(), 0
         try:
             while done < self._trials:
-                for strategy in order():
+                for strategy in self._random.sample(enabled, len(enabled)):
                     try:
-                        self._texts.setdefault(strategy.name, set()).add(self._run(strategy))
+                        texts.setdefault(strategy.name, set()).add(self._run(strategy))
                     except UserError as error:
                         refused[strategy.name] = str(error)
                 done += 1
-                yield from countdown.at(done / self._trials, f"{mode}: {done} of {self._trials} rounds")
+                yield from countdown.at(done / self._trials, f"texts: {done} of {self._trials} rounds")
         finally:  # Ctrl-C is raised again once the events are consumed
-            yield from (Note(f"{mode}: {name} left out. {reason}") for name, reason in refused.items())
-            unique = {name: len(texts) for name, texts in self._texts.items() if texts}
+            yield from (Note(f"{name} left out. {reason}") for name, reason in refused.items())
+            unique = {name: len(own) for name, own in texts.items() if own}
             if done and unique:
                 yield AUDIT_TABLE.finding(
                     {
-                        "mode": mode,
+                        "mode": "texts",
                         "trials": done,
-                        "tokens": max(len(text) for texts in self._texts.values() for text in texts),
+                        "tokens": max(len(text) for own in texts.values() for text in own),
                         "unique_outputs": max(unique.values()),
                         "unique_by_strategy": unique,
                     }
@@ -161,56 +157,52 @@ class _Audit:
         room, missing = session.room(context), max(0, 2 * self._width - len(context))
         return context + list(islice(cycle(self._job.prompt), missing if room is None else min(missing, room)))
 
-    def _logit_events(
-        self, mode: str, text: list[int], compute: Callable[[list[int], int], list[Tensor]]
-    ) -> Iterator[ReportEvent]:
+    def _logit_events(self, text: list[int]) -> Iterator[ReportEvent]:
         """One finding for the logits before random cuts of the text, computed in several ways."""
-        yield Progress(f"{mode}: {count_of(self._trials, 'position')} in {count_of(len(text), 'token')} ...")
+        yield Progress(f"logits: {count_of(self._trials, 'position')} in {count_of(len(text), 'token')} ...")
         drift, unique, done, widest = LogitDrift(0.0, 0, 0), 0, 0, 0
         countdown = Countdown()
         try:
             while done < self._trials:
                 end = self._random.randint(min(self._width + 1, len(text)), len(text))
                 count = max(1, min(self._width, end - 1))
-                versions = compute(text[:end], count)
+                versions = list(self._versions(text[:end], count))
                 drift += LogitDrift.of(versions)
                 unique = max(unique, len({self._choices(logits, end) for logits in versions}))
                 widest, done = max(widest, count), done + 1
-                yield from countdown.at(done / self._trials, f"{mode}: {done} of {self._trials} positions")
+                yield from countdown.at(done / self._trials, f"logits: {done} of {self._trials} positions")
         except UserError as error:
-            yield Note(f"{mode}: left out. {error}")
+            yield Note(f"logits: left out. {error}")
         finally:  # Ctrl-C is raised again once the finding is consumed
             if done:
                 self._harness.state.rounding = max(self._harness.state.rounding, drift.difference)
                 yield AUDIT_TABLE.finding(
                     {
-                        "mode": mode,
+                        "mode": "logits",
                         "trials": done,
                         "unique_outputs": unique,
                         "largest_logit_difference": drift.difference,
                         "argmax_flips": drift.flips,
                         "positions": drift.positions,
-                        **({"widest_window": widest} if mode == "width" else {}),
+                        "widest_window": widest,
                     }
                 )
 
-    def _by_width(self, context: list[int], count: int) -> list[Tensor]:
-        """Logits (count, V) by decode steps, by verify passes of each width up to gamma + 1, and by one prefill."""
-        base = self._session()
-        if len(context) > count:
-            base.feed(context[:-count], keep=1)
-        versions = [logits_by_width(base, context, count, width) for width in range(1, count + 1)]
-        return [*versions, self._session().feed(context, keep=count)]
-
-    def _by_prefix(self, context: list[int], count: int) -> list[Tensor]:
-        """Logits (count, V) with a cached prefix, after other drafts were rewound, and without a cache."""
-        known = len(context) - count
+    def _versions(self, context: list[int], count: int) -> Iterator[Tensor]:
+        """Logits (count, V) of the last tokens: by decode steps, by verify passes of each width up to gamma + 1, by one
+        prefill, with a cached prefix after other drafts were rewound, and without a cache.
+        """
+        base, known = self._session(), len(context) - count
+        if known:
+            base.feed(context[:known], keep=1)
+        yield from (logits_by_width(base, context, count, width) for width in range(1, count + 1))
         cached = self._session(cache=True)
         if known:
             # Any other tokens serve as drafts: a rewind must remove them completely.
-            cached.feed([*context[:known], *reversed(context[-count:])], keep=1)
+            cached.feed([*context[:known], *reversed(context[known:])], keep=1)
             cached.rewind(known)
-        return [session.feed(context, keep=count) for session in (cached, self._session(cache=False))]
+        for session in (self._session(), cached, self._session(cache=False)):
+            yield session.feed(context, keep=count)
 
     def _session(self, cache: bool | None = None) -> ModelSession:
         """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""
@@ -229,46 +221,33 @@ def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
     """Which texts are guaranteed to be equal."""
     rows = {row["mode"]: row for row in figures_of(findings)}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
-    repeats = [rows[mode] for mode in ("repeat", "order") if mode in rows]
-    # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
-    if unsteady := ", ".join(row["mode"] for row in repeats if row["unique_outputs"] > 1):
-        return [f"Not deterministic ({where}): equal runs gave different texts ({unsteady}). No texts can be promised."]
     lines = []
-    runs = sum(row["trials"] for row in repeats)
-    if runs > 1:
-        tokens = repeats[0]["tokens"]
-        lines.append(
-            f"Deterministic ({where}): {runs} runs of {count_of(tokens, 'token')} by each strategy gave equal texts."
-        )
-    elif runs:
-        lines.append("There was one run of each strategy, and nothing to compare it with.")
-    if "width" in rows:
-        compared = [rows[mode] for mode in ("width", "prefix") if mode in rows]
-        lines.append(_promise(compared, rows["width"]["widest_window"], pair))
-    return lines
+    if texts := rows.get("texts"):
+        # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
+        if texts["unique_outputs"] > 1:
+            return [f"Not deterministic ({where}): equal runs gave different texts. No texts can be promised."]
+        runs = f"{texts['trials']} runs of {count_of(texts['tokens'], 'token')} by each strategy gave equal texts."
+        once = "There was one run of each strategy, and nothing to compare it with."
+        lines.append(f"Deterministic ({where}): {runs}" if texts["trials"] > 1 else once)
+    return [*lines, *([_promise(rows["logits"], pair)] if "logits" in rows else [])]
 
 
-def _promise(rows: Sequence[Row], widest: int, pair: Pair) -> str:
-    difference = max(row["largest_logit_difference"] for row in rows)
-    flips, positions = (sum(row[name] for row in rows) for name in ("argmax_flips", "positions"))
+def _promise(row: Row, pair: Pair) -> str:
+    difference, flips, positions = row["largest_logit_difference"], row["argmax_flips"], row["positions"]
     # Only equal bits guarantee equal texts; all other sentences state what to expect.
+    where = f"{count_of(positions, 'position')} for verify widths up to {row['widest_window']}"
     if difference == 0:
-        where = count_of(positions, "position")
-        return f"Logits are bit-identical at {where} for verify widths up to {widest}: {EQUAL_TEXTS}."
-    ways = f"Verify widths of 1 to {widest} tokens" if widest > 1 else "Decode steps and a prefill"
-    moved = f"{ways} move logits by up to {difference:.2g}"
+        return f"Logits are bit-identical at {where}: {EQUAL_TEXTS}."
+    moved = f"Logits move by up to {difference:.2g} at {where}"
     if flips == 0 and difference < SMALL_DRIFT:
-        return (
-            f"{moved}, which flipped none of {positions} argmaxes. Expect that {EQUAL_TEXTS}, "
-            "except where two tokens are closer than that. /texts distinguishes such a rounding tie from a bug."
-        )
-    flipped = f"{moved} and flipped {flips} of {positions} argmaxes"
-    differ = "Even under greedy and /verify coupled, texts can differ"
-    if depends_on_width(pair):
-        cause = f"because {pair.quantize} quantizes a pass by all of its rows"
-        return f"{flipped}, {cause}. {differ}. With another quantization this is rare."
+        return f"{moved}, which flips no argmax. Expect that {EQUAL_TEXTS}, except where two tokens are closer."
     remedy = "" if pair.dtype == "float32" else " With float32 this is rare."
-    return f"{flipped}. {differ} where two tokens are that close. /texts recognizes such a rounding tie.{remedy}"
+    if depends_on_width(pair):
+        remedy = f" The cause: {pair.quantize} quantizes a pass by all of its rows."
+    return (
+        f"{moved} and flipped {flips} of {positions} argmaxes. Even under greedy and /verify coupled, texts can differ "
+        f"where two tokens are that close. /texts recognizes such a rounding tie.{remedy}"
+    )
 
 
 class Fit(NamedTuple):
@@ -319,7 +298,8 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
             yield Note(f"{strategy.name}: left out. {error}")
         finally:  # Ctrl-C is raised again once the finding is consumed
             if counts:
-                result = _best_fit(counts, versions)
+                # A strategy may compute either version, so the one that matches the draws best counts.
+                result = max((fit(counts, probs) for probs in versions), key=_closeness)
                 verdict = _verdict(strategy, result)
                 yield DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": verdict})
 
@@ -342,10 +322,8 @@ def _first_probs(job: Job) -> list[Tensor]:
     return [job.decoding.probs(logits, session.name)[0] for logits in versions]
 
 
-def _best_fit(counts: Counter[int], versions: Sequence[Tensor]) -> Fit:
-    """The fit to the version of the distribution that matches the draws best: a strategy may compute either."""
-    fits = (fit(counts, probs) for probs in versions)
-    return max(fits, key=lambda result: (result.matches, 1.0 if result.p_value is None else result.p_value))
+def _closeness(result: Fit) -> tuple[int, float]:
+    return result.matches, 1.0 if result.p_value is None else result.p_value
 
 
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
@@ -362,35 +340,14 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
         return ALL_MATCH if result.support == 1 else TOO_FEW
     if result.p_value >= SUSPICIOUS:
         return NO_DIFFERENCE
-    if not strategy.lossless:
-        return OTHER
-    if result.p_value >= IMPOSSIBLE:
-        return RARE
-    return WRONG
+    return OTHER if not strategy.lossless else RARE if result.p_value >= IMPOSSIBLE else WRONG
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Sentences on the verdicts and columns that occur, and the next step."""
+    """Sentences on the verdicts that need one."""
     rows = figures_of(findings)
-    lines = [ALARMS[row["verdict"]].format(**row) for row in rows if row["verdict"] in ALARMS]
-    if any(row["verdict"] == OTHER for row in rows):
-        lines.append("The drafter alone is not meant to follow the target's distribution.")
-    if any(row["support"] == 1 for row in rows):
-        lines.append("Matches: draws of the only token that the target allows here.")
-    elif any(row["verdict"] == TOO_FEW for row in rows):
-        lines.append(
-            "A test needs two tokens that are expected five times each. Matches: draws with a probability above 0."
-        )
-        lines.append(
-            f"Next: more draws, such as /lossless {5 * max(row['draws'] for row in rows)}, or a higher temperature."
-        )
-    if any(row["p_value"] is not None for row in rows):
-        lines.append(
-            "p-value: the probability that draws from the target's own distribution deviate at least this much. "
-            "Cells: tokens with an expected count of five or more, and all others as one. "
-            "Strategies that draw with the target's noise repeat its draws exactly."
-        )
-    return lines
+    lines = (MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS)
+    return [*dict.fromkeys(lines), *[P_VALUE] * any(row["p_value"] is not None for row in rows)]
 
 
 def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
@@ -439,7 +396,7 @@ AUDIT = Command(
     _audit,
     group="checks",
     page=Page(
-        f"Check with N trials of four kinds (default {TRIALS}) what is deterministic here, and which texts are "
+        f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
         "guaranteed to be equal.",
         ("> /audit 10", "Deterministic here: float32, cpu"),
         see_also=("lossless", "engine", "texts"),

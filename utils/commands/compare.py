@@ -8,7 +8,7 @@ models, engine and versions, and an n-gram storage for each run, as with /ngram 
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
@@ -17,9 +17,7 @@ from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import complete
-from utils.comparison.charts import BASELINE, DotChart, DotRow
 from utils.comparison.recorded_runs import (
-    CIRCUMSTANCES,
     Problem,
     RecordedRun,
     RunMatch,
@@ -28,18 +26,18 @@ from utils.comparison.recorded_runs import (
     problem_sentences,
     read_records,
 )
-from utils.comparison.records import GENERATION, circumstances
+from utils.comparison.records import SERVER, circumstances
 from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.setting_table import from_json
-from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
+from utils.prompts.conversation import turns_from_messages
+from utils.text import count_of
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
-MIN_PROMPTS = 3  # fewer prompts show no interval in the chart
 AT_OTHER_TIMES = "A and B were recorded at different times: other load on the machines is part of the difference."
 SAME = "Versions, models, engine, machine and settings are the same in A and B."
 NOT_COMPARED = "Not compared:"
@@ -77,38 +75,24 @@ TABLE = ResultTable(
 
 def match_figures(found: RunMatch) -> dict[str, Any]:
     """The figures of a match. Lists of two are [A, B]."""
-    sides, one = (found.first, found.second), found.first[0]
-    speeds = [[speed for run in side for speed in run.speeds] for side in sides]
-    speedups = [[value for run in side for value in run.speedups] for side in sides]
+    first, second = ([run.row for run in side] for side in (found.first, found.second))
+    one, other = first[0], second[0]
+    speeds = [[row["tokens_per_second"] for row in side] for side in (first, second)]
     figures = {
-        "prompt": one.prompt,
-        "strategy": one.strategy,
-        "baseline": one.baseline,
-        "lines": [[run.line for run in side] for side in sides],
+        "prompt": one["prompt"],
+        "strategy": one["strategy"],
+        "lines": [[run.line for run in side] for side in (found.first, found.second)],
         "tokens_per_second": speeds,
         "ratios": _ratios(*speeds),
-        # There are none if a file has no speed-ups, or has a different baseline.
-        "speedup_ratios": _ratios(*speedups) if one.baseline == found.second[0].baseline else [],
-        "speedups": speedups,
-        "accepted": [next((run.accepted for run in side if run.accepted is not None), None) for side in sides],
-        "drafted": [next((run.drafted for run in side if run.drafted is not None), None) for side in sides],
+        **{name: [one.get(name), other.get(name)] for name in ("accepted", "drafted")},
     }
-    return figures | _text_figures(found)
-
-
-def _text_figures(found: RunMatch) -> dict[str, Any]:
-    """Whether the texts are the same, and where they differ, as far as it is known."""
-    ours, theirs = (
-        next((run for run in side if run.tokens is not None or run.text is not None), None)
-        for side in (found.first, found.second)
-    )
-    if ours is None or theirs is None:
-        return {"same_text": None, "first_difference": None}
+    ours, theirs = one.get("token_ids"), other.get("token_ids")
     # The ids of two tokenizers differ for the same text.
-    if ours.model != theirs.model or ours.tokens is None or theirs.tokens is None:
-        return {"same_text": ours.text == theirs.text, "first_difference": None}
-    place = first_difference(ours.tokens, theirs.tokens)
-    return {"same_text": place is None, "first_difference": place}
+    if found.first[0].model != found.second[0].model or ours is None or theirs is None:
+        texts = one.get("text"), other.get("text")
+        return figures | {"same_text": None if None in texts else texts[0] == texts[1], "first_difference": None}
+    place = first_difference(ours, theirs)
+    return figures | {"same_text": place is None, "first_difference": place}
 
 
 def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
@@ -139,25 +123,28 @@ class _Comparison:
         lines = [line for name, rows in by_strategy(findings).items() for line in _verdict(name, rows)]
         if (hidden := len(findings) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
-        if self.left_out:
-            lines += [NOT_COMPARED, *self.left_out[:SHOWN_LINES]]
-            more = len(self.left_out) - SHOWN_LINES
-            lines += [f"and {more} more."] if more > 0 else []
-        if self.others:
-            others = ", ".join(f"{name} {count}" for name, count in self.others.items())
-            lines.append(f"Records of other reports are not compared: {others}.")
+        if left := [
+            *self.left_out,
+            *(f"{count_of(count, 'record')} of {name}." for name, count in self.others.items()),
+        ]:
+            more = [f"and {len(left) - SHOWN_LINES} more."] if len(left) > SHOWN_LINES else []
+            lines += [NOT_COMPARED, *left[:SHOWN_LINES], *more]
         if not self.matches:
             return lines
-        found = differences(self.matches)
-        return [*lines, AT_OTHER_TIMES, *([DIFFERENT, *found] if found else [SAME])]
+        if found := differences(self.matches):
+            return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
+        changed = any(row["same_text"] is False for row in figures_of(findings))
+        return [*lines, AT_OTHER_TIMES, SAME, *[UNEXPLAINED] * changed]
 
-    def report(self, name: str, files: str, settings: Settings, events: Iterator[ReportEvent], *, title: str) -> Report:
-        """The report of a command on these files."""
-        return Report(
-            *(name, files, settings, TABLE.headings, events, self.conclusion),
-            charts=comparison_charts,
-            optional=TABLE.optional,
-            title=title,
+    def report(self, subject: tuple[str, str], events: Iterator[ReportEvent], context: CommandContext) -> RunReport:
+        """The report of a command on files. `subject` is the name of the command and a text that names the files."""
+        name, files = subject
+        return RunReport(
+            Report(
+                *(name, files, context.settings, TABLE.headings, events, self.conclusion),
+                optional=TABLE.optional,
+                title=f"/{name}: {files}",
+            )
         )
 
 
@@ -173,95 +160,75 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
     if not matches:
         raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
     comparison = _Comparison([*first.left_out, *second.left_out, *problems], first.others + second.others)
-    files, title = f"{first.path} {second.path}", f"/compare: A is {first.path}, B is {second.path}"
-    events = (comparison.add(found) for found in matches)
-    return [RunReport(comparison.report("compare", files, context.settings, events, title=title))]
+    subject = ("compare", f"A is {first.path}, B is {second.path}")
+    return [comparison.report(subject, (comparison.add(found) for found in matches), context)]
 
 
 def _replay(argument: str, context: CommandContext) -> Outcome:
     file = read_records(path_in(argument, "/replay runs.jsonl"))
-    recorded = [run for run in file.runs if run.record == GENERATION]
-    if not recorded:
-        raise UserError(f"{file.path} holds no record of a generation. --json FILE writes one for each.")
-    file.others.update({run.line: run.record for run in file.runs if run.record != GENERATION}.values())
-    replay = _Replay(file.left_out, file.others, context=context, recorded=recorded)
-    title = f"/replay: A is {file.path}, B is the same run now"
-    return [RunReport(replay.report("replay", str(file.path), context.settings, replay.events(), title=title))]
+    comparison = _Comparison(file.left_out, file.others)
+    subject = ("replay", f"A is {file.path}, B is the same run now")
+    return [comparison.report(subject, _replayed(comparison, file.runs, context), context)]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Replay(_Comparison):
-    """The records of a file and their runs of now. `warm` has what has been warmed up."""
-
-    context: CommandContext
-    recorded: Sequence[RecordedRun]
-    problems: list[Problem] = field(default_factory=list)
-    warm: set[tuple[str, ...]] = field(default_factory=set)
-
-    def events(self) -> Iterator[ReportEvent]:
-        countdown, total = Countdown(), len(self.recorded)
-        for index, past in enumerate(self.recorded):
-            yield countdown.progress(index / total, f"{index + 1} of {total} ({past.strategy})")
+def _replayed(
+    comparison: _Comparison, recorded: Sequence[RecordedRun], context: CommandContext
+) -> Iterator[ReportEvent]:
+    """Run all records again, as far as they can run here."""
+    countdown, problems = Countdown(), list[Problem]()
+    warm = set[tuple[str, ...]]()
+    try:
+        for index, past in enumerate(recorded):
+            where = f"{index + 1} of {len(recorded)} ({past.row['strategy']})"
+            yield countdown.progress(index / len(recorded), where)
             try:
-                found = self._rerun(past)
+                found = _rerun(past, context, warm)
             except UserError as error:
-                self.problems.append(Problem("A", past.line, str(error)))
+                problems.append(Problem("A", past.line, str(error)))
             else:
-                yield self.add(found)
-        if not self.matches:
-            raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(self.problems))}")
+                yield comparison.add(found)
+    finally:
+        comparison.left_out += problem_sentences(problems)
+        if left := len(recorded) - len(comparison.matches) - len(problems):
+            comparison.left_out.append(f"{left} of {len(recorded)} records were not reached.")
+    if not comparison.matches:
+        raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(problems))}")
 
-    def _rerun(self, past: RecordedRun) -> RunMatch:
-        """The record with its run of now. Raises UserError if it cannot run."""
-        harness = self.context.harness
-        # An unsupported value becomes a note and keeps its default, so the record can still run.
-        settings, notes = from_json(past.settings, self.context.limits)
-        strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
-        strategy = strategies[check_choice(past.strategy, tuple(strategies), "strategy")]
-        if strategy.needs_drafter and harness.pair.drafter is None:
-            raise UserError("No drafter is loaded: start with --drafter, or /load one.")
-        arm = harness.arm(strategy)
-        if (key := (strategy.name, *settings.drafter_kind)) not in self.warm:
-            complete(arm.run(past.prompt, warm_up_settings(settings), past.history))
-            self.warm.add(key)
-        run = complete(arm.run(past.prompt, settings, past.history))
-        if not run.tokens_per_second:
-            raise UserError("the run has no speed.")
-        state = circumstances(harness.pair, settings)
-        now = replace(
-            past,
-            circumstances={part: state[part] for part in CIRCUMSTANCES},
-            speeds=(run.tokens_per_second,),
-            speedups=(),
-            text=run.text,
-            tokens=run.tokens,
-            prompt_tokens=run.prompt_tokens,
-            accepted=run.accepted,
-            drafted=run.drafted,
-            drafter_kind=strategy.drafter_label(harness.pair),
-        )
-        if strategy.keeps_texts and not settings.reset_in_between:
-            notes.append(KEPT_STORAGE)
-        return RunMatch([past], [now], notes)
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        left_out = [*self.left_out, *problem_sentences(self.problems)]
-        if left := len(self.recorded) - len(self.matches) - len(self.problems):
-            left_out.append(f"{left} of {len(self.recorded)} records were not reached.")
-        lines = _Comparison(left_out, self.others, self.matches).conclusion(findings)
-        changed = any(row["same_text"] is False for row in figures_of(findings))
-        return [*lines, *([UNEXPLAINED] if changed and not differences(self.matches) else [])]
+def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> RunMatch:
+    """The record with its run of now. Raises UserError if it cannot run. `warm` has what has been warmed up."""
+    harness, row = context.harness, past.row
+    if row.get(SERVER):
+        raise UserError("it is the answer of a server: only runs of strategies are replayed.")
+    # An unsupported value becomes a note and keeps its default, so the record can still run.
+    settings, notes = from_json(row["settings"], context.limits)
+    strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
+    strategy = strategies[check_choice(row["strategy"], tuple(strategies), "strategy")]
+    if strategy.needs_drafter and harness.pair.drafter is None:
+        raise UserError("No drafter is loaded: start with --drafter, or /load one.")
+    arm, prompt, history = harness.arm(strategy), row["prompt"], turns_from_messages(row.get("history") or ())
+    if (key := (strategy.name, *settings.drafter_kind)) not in warm:
+        complete(arm.run(prompt, warm_up_settings(settings), history))
+        warm.add(key)
+    run = complete(arm.run(prompt, settings, history))
+    if not run.tokens_per_second:
+        raise UserError("the run has no speed.")
+    now = {
+        **row,
+        **circumstances(harness.pair, settings),
+        "settings": row["settings"],  # what is not supported here is in the notes
+        "token_ids": run.tokens,
+        "drafter_kind": strategy.drafter_label(harness.pair),
+        **{name: getattr(run, name) for name in ("tokens_per_second", "text", "prompt_tokens", "accepted", "drafted")},
+    }
+    if strategy.keeps_texts and not settings.reset_in_between:
+        notes.append(KEPT_STORAGE)
+    return RunMatch([past], [RecordedRun(past.line, now)], notes)
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
     """Whether a strategy is faster in B, and what else differs."""
-    yield f"{strategy}: {_relation(_by_prompt(rows, 'ratios'))}"
-    # Without an accepted draft, a speed-up is noise.
-    gains = [row for row in rows if row["speedup_ratios"] and strategy != BASELINE and 0 not in row["accepted"]]
-    if gains:
-        first, second = (geometric_mean([geometric_mean(row["speedups"][side]) for row in gains]) for side in (0, 1))
-        relation = _relation(_by_prompt(gains, "speedup_ratios"))
-        yield f"{strategy}, speed-up over {gains[0]['baseline']}: {first:.2f}x in A, {second:.2f}x in B; {relation}"
+    yield f"{strategy}: {_relation(_by_prompt(rows))}"
     counted = [row for row in rows if None not in (*row["accepted"], *row["drafted"])]
     totals = [[sum(row[name][side] for row in counted) for name in ("accepted", "drafted")] for side in (0, 1)]
     if all(drafted for _, drafted in totals):
@@ -271,11 +238,11 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{strategy}, texts: {sum(texts)} of {len(texts)} are the same."
 
 
-def _by_prompt(rows: Sequence[Row], name: str) -> list[list[float]]:
+def _by_prompt(rows: Sequence[Row]) -> list[list[float]]:
     """The ratios of each prompt. Runs of one prompt with several settings are more alike than runs of other prompts."""
     prompts: dict[str, list[float]] = {}
     for row in rows:
-        prompts.setdefault(row["prompt"], []).extend(row[name])
+        prompts.setdefault(row["prompt"], []).extend(row["ratios"])
     return list(prompts.values())
 
 
@@ -290,20 +257,6 @@ def _relation(ratios: Sequence[Sequence[float]]) -> str:
         f"{words}: B / A is {interval.estimate:.2f} "
         f"(95 % interval {interval.low:.2f} to {interval.high:.2f} over {count} {what})."
     )
-
-
-def comparison_charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """A dot for each prompt and the interval over prompts."""
-    rows = []
-    for name, of_name in by_strategy(findings).items():
-        ratios = _by_prompt(of_name, "ratios")
-        interval = speedup_interval(ratios)
-        means = [geometric_mean(of_prompt) for of_prompt in ratios]
-        shown = (interval.low, interval.high) if len(ratios) >= MIN_PROMPTS else None
-        rows.append(DotRow(name, means, shown, figure=f"{interval.estimate:.2f}x"))
-    if not rows:
-        return []
-    return [DotChart("speed of B over speed of A, one dot per prompt", "B / A", rows, 1.0, "no difference")]
 
 
 COMPARE = Command(

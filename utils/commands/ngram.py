@@ -88,11 +88,7 @@ def _words() -> dict[str, str]:
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")
         words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return words | {
-        "list": "the most frequent n-grams",
-        "save": "write the storage to a file",
-        "load": "use the storage of a file",
-    }
+    return words | {"list": "the most frequent n-grams", "save": "write the storage", "load": "read a storage"}
 
 
 NGRAM = setting_command(setting_fields()["ngram"])

@@ -13,14 +13,12 @@ from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, 
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Report, ReportEvent, shortened
+from utils.comparison.reports import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
     MIN_VALUES,
-    TOO_FEW,
     SpeedClaim,
     claim_text,
     interval_text,
@@ -45,7 +43,6 @@ OTHER_TEXTS = (
     "over target-only with the same value:"
 )
 AGAIN = ", then /race 5 measures it again: the best of several values looks slightly better than it is"
-COUPLED = "With /verify coupled every value gives the same text."
 MORE_REPEATS = f"Next: x{MIN_VALUES} at the end of the line runs enough repeats."
 
 
@@ -90,7 +87,6 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     report = Report(
         *("sweep", last.text, context.settings, table.headings, _events(harness, items, table, repeats=repeats)),
         lambda findings: conclusion(figures_of(findings)),
-        charts=_charts,
         optional=table.optional,
         title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
     )
@@ -127,12 +123,6 @@ def _rows(race: ArmRace) -> Iterator[dict[str, Any]]:
             }
 
 
-def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """A row for each value and strategy, the values of a strategy next to each other."""
-    rows = sorted(figures_of(findings), key=lambda row: str(row["strategy"]))
-    return [repeats_chart([(f"{row['setting']}, {row['strategy']}", row) for row in rows])]
-
-
 def conclusion(rows: Sequence[Row]) -> list[str]:
     """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
     rows = [row for row in rows if row["lossless"]]
@@ -147,9 +137,7 @@ def _with_texts(rows: Sequence[Row]) -> list[str]:
         by_value.setdefault(row["setting"], []).append(row)
     if not (sentences := best_of_each(by_value)):
         return [OTHER_TEXTS, NO_TARGET]
-    one_target = len({row["text_number"] for row in rows if row["verdict"] == BASELINE}) == 1
-    few = any(row["verdict"] == TOO_FEW for row in rows)
-    return [OTHER_TEXTS, *sentences, *[COUPLED] * one_target, *[MORE_REPEATS] * few]
+    return [OTHER_TEXTS, *sentences]
 
 
 def _with_one_text(drafting: Sequence[Row]) -> list[str]:

@@ -1,18 +1,18 @@
-"""/texts: the last texts side by side, and where and why they differ from the target's."""
+"""/texts: the last texts, and where and why they differ from the target's."""
 
 from collections.abc import Iterator, Sequence
 
-from utils.commands.shared.outcomes import Effect, Outcome, Reply, ShowRows, ShowTexts
+from utils.commands.shared.outcomes import Effect, Outcome, Reply, ShowRows
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import ComparedRun
-from utils.comparison.reports import Column
-from utils.comparison.run_texts import divergence_sentence
+from utils.comparison.runs import divergence_sentence
 from utils.comparison.session_state import LastPrompt, SessionState, own_conversations, unlike_target
 from utils.errors import UserError
 from utils.metrics.results import first_difference
 from utils.text import count_of
 
 OWN_CONVERSATIONS = "nothing to compare: the conversations differ from the target's. /turns new begins new ones."
+MARKER = "»"  # precedes the part that differs
 NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
 
@@ -24,24 +24,24 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
     for entry in sorted(last.compared, key=lambda entry: entry.run.name != context.harness.baseline.name):
         key = entry.run.tokens if entry.run.is_local and entry.run.tokens is not None else entry.run.text
         groups.setdefault(key, []).append(entry)
-    columns = [_column(last, group) for group in groups.values()]
-    return [ShowTexts(columns), *(_causes(last, context.harness.state) if last.is_local else ())]
+    rows = [_row(last, group) for group in groups.values()]
+    return [ShowRows(rows), *(_causes(last, context.harness.state) if last.is_local else ())]
 
 
-def _column(last: LastPrompt, group: Sequence[ComparedRun]) -> Column:
-    """A column for arms that generated the same text, marked from the first difference from the baseline's."""
+def _row(last: LastPrompt, group: Sequence[ComparedRun]) -> tuple[str, str]:
+    """The arms that generated a text, and the text, marked at the first difference from the baseline's."""
     _, run, comparison = group[0]
-    names = [entry.run.name for entry in group]
+    names = ", ".join(entry.run.name for entry in group)
     tokens = "tokens unknown" if run.new_tokens is None else count_of(run.new_tokens, "token")
-    about = f"{tokens}, {run.finish}"
+    about = f"{names}\n{tokens}, {run.finish}"
     other = next((entry.run for entry in last.compared if entry.run.name == run.baseline), None)
     if other is None or comparison.first_difference is None:
-        return Column(names, about, run.text)
+        return about, run.text
     # In characters: two different tokens may begin with the same characters.
     shared = first_difference(run.text, other.text)
     whose = "" if run.is_local else f"{other.name} from "
     about += f", differs from {whose}{comparison.unit} {comparison.first_difference + 1}"
-    return Column(names, about, run.text[:shared], "" if shared is None else run.text[shared:])
+    return about, run.text if shared is None else run.text[:shared] + MARKER + run.text[shared:]
 
 
 def _causes(last: LastPrompt, state: SessionState) -> Iterator[Effect]:
@@ -64,14 +64,14 @@ def _causes(last: LastPrompt, state: SessionState) -> Iterator[Effect]:
 TEXTS = Command(
     "texts",
     "",
-    "the texts side by side, why they differ",
+    "the last texts, and why they differ",
     _texts,
     group="results",
     rank=1,
     page=Page(
-        "The last texts side by side, marked where they differ from the text of the target. Below them: the first "
+        "The last texts, marked where they differ from the text of the target. Below them: the first "
         "token that differs, its probability, and the cause: sampling or rounding.",
-        ("> /texts", "ngram, target   speculative", "The sea         The sea »is"),
+        ("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
         see_also=("text", "verify", "audit"),
     ),
 )

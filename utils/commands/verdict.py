@@ -1,6 +1,6 @@
 """/verdict: does speculative decoding help here, with which settings or which server, and is the text the same?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from utils.commands.experiments.race_results import race_row
@@ -10,10 +10,8 @@ from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, VerdictClock, plan_prompts
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table
-from utils.comparison.benchmark_tables import BenchmarkSample
-from utils.comparison.charts import DotChart, repeats_chart
 from utils.comparison.harness import comparable_servers
-from utils.comparison.reports import Finding, Report, ReportEvent, ReportTable, shortened
+from utils.comparison.reports import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
 from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
@@ -69,8 +67,6 @@ class _VerdictRun:
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
             lambda findings: sentences(findings[-1].figures),
             attachment=lambda findings: "\n".join(findings[-1].figures.get("elsewhere", ())),
-            charts=_charts,
-            tables=self.tables,
             transposed=True,
             title=f"/verdict on {what}" + ", on servers" * servers,
         )
@@ -90,25 +86,6 @@ class _VerdictRun:
         own = measurement.baseline_results
         yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
         yield row
-
-    def tables(self, findings: Sequence[Finding]) -> list[ReportTable]:
-        """The tables of the benchmark whose format the prompts have."""
-        row = findings[-1].figures
-        if not row["benchmark"]:
-            return []
-        name = str(row["benchmark"][0]["benchmark"]["name"])
-        return BenchmarkSample(name, row["prompts"], self.plan.total).tables(row["benchmark"], row["length"])
-
-
-def _charts(findings: Sequence[Finding]) -> list[DotChart]:
-    """The speed-up of each prompt, or of each run if the interval is over repeats: all prompts, then each task."""
-    row = findings[-1].figures
-    per_prompt = row["interval_over"] == "prompts"
-    tasks = {task: {**one, "interval": None} for task, one in row["tasks"].items()} if len(row["tasks"]) > 1 else {}
-    rows = {row["name"]: row, **tasks}
-    if not per_prompt:
-        rows = {name: {**one, "speedups_by_prompt": ()} for name, one in rows.items()}
-    return [repeats_chart(list(rows.items()), "prompt" if per_prompt else "run", baseline_name(row))]
 
 
 VERDICT = Command(

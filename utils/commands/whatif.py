@@ -13,7 +13,6 @@ from utils.commands.experiments.speed_model import TargetTiming, gamma_text, pre
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.comparison.charts import LineChart, Marker
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt
@@ -52,15 +51,13 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
     report = Report(
         *("whatif", last.text, settings, TABLE.headings, _findings(job, drafting, last)),
         partial(_conclusion, context.settings.gamma),
-        charts=_charts,
         optional=TABLE.optional,
     )
     return [RunReport(report)]
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:
-    run, pair = target_run(last), last.job.pair
-    own = {one.strategy.drafter_label(pair): one.comparison for one in last.local if one.strategy.drafts}
+    run = target_run(last)
     what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
     yield Progress(f"replaying the target's {what} ...")
     above: Row = {}
@@ -69,10 +66,9 @@ def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Itera
             yield event
             continue
         strategy, gamma, steps, seconds, speedup = event
-        kind = strategy.drafter_label(job.pair)
         row = {
             "strategy": strategy.name,
-            "drafter": kind,
+            "drafter": strategy.drafter_label(job.pair),
             "gamma": gamma,
             "rounds": len(steps),
             "drafted": sum(len(step.drafted) for step in steps),
@@ -80,7 +76,6 @@ def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Itera
             "tokens_per_target_forward": sum(len(step.tokens) for step in steps) / len(steps),
             "tokens_per_second": len(run.tokens) / seconds,
             "speedup": speedup,
-            "measured_speedup": own[kind].speedup if gamma == last.job.settings.gamma and kind in own else None,
             "exact": strategy.repeats_target(job.settings),
         }
         # A larger gamma that changes no round, but drafts more, is recorded and not shown.
@@ -119,31 +114,6 @@ def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
         f"{name}: best with gamma {gamma_text(best['gamma'])}, predicted {best['speedup']:.2f}x target-only{also}.",
         best,
     )
-
-
-def _charts(findings: Sequence[Finding]) -> list[LineChart]:
-    """The predicted speed-up over gamma, up to the gamma from which rounds no longer change."""
-    rows = by_strategy(findings)
-    fixed = {kind: [row for row in of_kind if row["gamma"] is not None] for kind, of_kind in rows.items()}
-    measured = [row["gamma"] for of_kind in fixed.values() for row in of_kind if row["measured_speedup"] is not None]
-    last = max([*map(_last_change, fixed.values()), *measured])
-    series = {kind: [row["speedup"] for row in of_kind[: last + 1]] for kind, of_kind in fixed.items()}
-    every = [row for of_kind in rows.values() for row in of_kind]
-    autos = [("auto", row, row["speedup"]) for row in every if row["gamma"] is None]
-    runs = [("measured", row, row["measured_speedup"]) for row in every if row["measured_speedup"] is not None]
-    markers = [
-        # At its gamma, or at its drafts per round if that is adaptive.
-        Marker(name, row["strategy"], row["gamma"] or min(last, row["drafted"] / row["rounds"]), speedup)
-        for name, row, speedup in (*autos, *runs)
-    ]
-    ticks = [str(gamma) for gamma in range(last + 1)]
-    return [LineChart("predicted speed-up by gamma", "gamma", ticks, series, markers, 1.0)]
-
-
-def _last_change(rows: Sequence[Row]) -> int:
-    """The smallest gamma whose rounds equal those of all larger ones."""
-    rounds = [(row["rounds"], row["accepted"]) for row in rows]
-    return next(gamma for gamma in range(len(rounds)) if all(other == rounds[gamma] for other in rounds[gamma:]))
 
 
 WHATIF = Command(

@@ -105,7 +105,10 @@ class LocalArm:
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
         """As Arm.run. Observers add a little time, so a run is observed only if it is watched."""
-        job = self.job or self._new_job(text, settings, history)
+        job = self.job
+        if job is None:
+            ids = ids_of(self.pair, text, settings, history)
+            job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         stopwatch = Stopwatch() if self.timed or watch is not None else None
@@ -119,12 +122,6 @@ class LocalArm:
             with reported_reading(watch.reading):
                 generation = collect(steps, watch.step, stopwatch=stopwatch, tracer=tracer)
         return Run.of_strategy(self.strategy, job, generation)
-
-    def _new_job(self, text: str, settings: Settings, history: Turns) -> Job:
-        storage, caches = empty_storage(settings, self.pair), DrafterCaches(cut_models=self.cut_models)
-        return Job(
-            ids_of(self.pair, text, settings, history), self.pair, settings, storage, caches=caches, history=history
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +160,14 @@ def complete(run: Run) -> Run:
     if run.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
     return run
+
+
+def new_job(
+    prompt: list[int], pair: Pair, settings: Settings, history: Turns = (), *, cut_models: dict[Any, Any]
+) -> Job:
+    """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
+    storage = empty_storage(settings, pair)
+    return Job(prompt, pair, settings, storage, caches=DrafterCaches(cut_models=cut_models), history=history)
 
 
 def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:

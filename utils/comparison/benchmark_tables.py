@@ -1,7 +1,7 @@
 """The tables of Spec-Bench and SPEED-Bench, with their own figures, for rows measured on prompts in their formats."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from utils.comparison.reports import ReportTable, shortened
@@ -12,18 +12,14 @@ from utils.text import count_of
 
 SHOWN_CATEGORY = 16  # characters of a category in the tables
 SHOWN_POSITIONS = 6  # draft positions in a table; the JSON record has all of them
-PUBLISHED = {  # how published figures were measured
-    SPEC_BENCH: "Published figures: greedy, up to 1024 new tokens per turn, 480 prompts.",
-}
-SPEC_MEANING = (
+MEANING = (
     "Speed-up: mean tokens/s over prompts, divided by that of target-only. MAT: new tokens per round, accepted drafts "
-    "and the target's own token."
+    "and the target's own token. AL: their mean over prompts. 1, 2, ...: acceptance rate of the first, second, ... "
+    "draft of a round, of the rounds that accepted all drafts before it."
 )
-SPEED_MEANING = (
-    "AL: acceptance length, new tokens per round (accepted drafts and the target's own token), mean over prompts. "
-    "1, 2, ...: acceptance rate of the first, second, ... draft of a round, of the rounds that accepted all drafts "
-    "before it (conditional acceptance rate)."
-)
+PUBLISHED = {  # how published figures were measured
+    SPEC_BENCH: " Published figures: greedy, up to 1024 new tokens per turn, 480 prompts.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +42,9 @@ class BenchmarkSample:
 
     def figures(self, repeats: Sequence[Repeat]) -> dict[str, Any] | None:
         """The field `benchmark` of a row, or None if the prompts are not of a benchmark."""
-        return self.named(benchmark_figures(repeats)) if self.name else None
-
-    def named(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Figures with the name of the benchmark."""
-        return {"name": self.name, "prompts_in_file": self.of, **figures}
+        if not self.name:
+            return None
+        return {"name": self.name, "prompts_in_file": self.of, **benchmark_figures(repeats)}
 
     @property
     def text(self) -> str:
@@ -65,42 +59,21 @@ class BenchmarkSample:
         drafting = [row for row in rows if row["benchmark"] and (row["drafted"] or row.get("baseline"))]
         if not drafting:
             return []
-        if self.name == SPEC_BENCH:
-            return [self._spec_table(drafting, length)]
-        names = list(dict.fromkeys(str(row["strategy"]) for row in drafting))
-        tables = [self._speed_table(name, [row for row in drafting if row["strategy"] == name]) for name in names]
-        return [*tables[:-1], replace(tables[-1], note=SPEED_MEANING)]
-
-    def _spec_table(self, rows: Sequence[Row], length: int) -> ReportTable:
-        """Categories by strategies: the leaderboard of Spec-Bench, turned so that it fits on a screen."""
-        names = list(dict.fromkeys(str(row["strategy"]) for row in rows))
-        by_task: dict[str, dict[str, Row]] = {}
-        for row in rows:
-            by_task.setdefault(str(row["task"]), {})[str(row["strategy"])] = row
-        cells = []
-        for task, group in by_task.items():
-            figures = [group[name]["benchmark"] if name in group else {} for name in names]
-            values = [(_text(one.get("speedup"), "{:.2f}x"), _text(one.get("mean_accepted_tokens"))) for one in figures]
-            prompts = max(row["prompts"] for row in group.values())
-            cells.append((_category(task), str(prompts), *(cell for pair in values for cell in pair)))
-        headings = ("category", "prompts", *(heading for name in names for heading in (name, "MAT")))
-        note = f"{SPEC_MEANING} {PUBLISHED[SPEC_BENCH]} Here: {self.text}, up to {length} new tokens."
-        return ReportTable(
-            f"Speed-up and mean accepted tokens (MAT) as {self.name} defines them:", headings, tuple(cells), note
-        )
-
-    def _speed_table(self, name: str, rows: Sequence[Row]) -> ReportTable:
-        """Acceptance of one strategy by category and draft position."""
-        longest = max(len(row["benchmark"]["conditional_acceptance"]) for row in rows)
-        positions = range(min(longest, SHOWN_POSITIONS))
-        cells = []
-        for row in rows:
-            rates = row["benchmark"]["conditional_acceptance"]
-            shown = (_text(rates[index] if index < len(rates) else None) for index in positions)
-            length = _text(row["benchmark"]["acceptance_length"])
-            cells.append((_category(row["task"]), str(row["prompts"]), length, *shown))
-        headings = ("category", "prompts", "AL", *(str(index + 1) for index in positions))
-        return ReportTable(f"Acceptance as {self.name} defines it, {name}, {self.text}:", headings, tuple(cells))
+        rates = [row["benchmark"]["conditional_acceptance"][:SHOWN_POSITIONS] for row in drafting]
+        positions = range(max(map(len, rates)))
+        cells = [
+            (
+                *(_category(row["task"]), str(row["strategy"]), str(row["prompts"])),
+                _text(row["benchmark"]["speedup"], "{:.2f}x"),
+                *(_text(row["benchmark"][name]) for name in ("mean_accepted_tokens", "acceptance_length")),
+                *(_text(of_row[index] if index < len(of_row) else None) for index in positions),
+            )
+            for row, of_row in zip(drafting, rates, strict=True)
+        ]
+        names = ("category", "strategy", "prompts", "speed-up", "MAT", "AL")
+        headings = (*names, *(str(index + 1) for index in positions))
+        note = f"{MEANING}{PUBLISHED.get(self.name, '')} Here: {self.text}, up to {length} new tokens."
+        return [ReportTable(f"As {self.name} defines it:", headings, tuple(cells), note)]
 
 
 NO_SAMPLE = BenchmarkSample("", 0, 0)  # for prompts without a benchmark

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedModel
 
 from ngram_assisted import NGramStorage
-from utils.comparison.arms import Arm, LocalArm, ServerArm, empty_storage, ids_of
+from utils.comparison.arms import Arm, LocalArm, ServerArm, empty_storage, ids_of, new_job
 from utils.comparison.job import Job
 from utils.comparison.session_state import LastPrompt, PlannedRun, SessionState
 from utils.comparison.strategies import STRATEGIES, Strategy
@@ -17,7 +17,6 @@ from utils.config.settings import Settings
 from utils.decode.model_info import check_memory, context_length
 from utils.decode.model_session import ModelSession
 from utils.errors import ContextOverflow, UserError
-from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
 from utils.servers.address import TARGET, other_machine
@@ -194,8 +193,7 @@ class Harness:
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
-        caches = DrafterCaches(cut_models=self.state.caches.cut_models)
-        return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
+        return new_job(prompt, self.pair, settings, history, cut_models=self.state.caches.cut_models)
 
 
 def comparable_servers(harness: Harness) -> list[Connection]:

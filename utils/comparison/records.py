@@ -117,7 +117,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, finished: bool) -> dict[str, Any]:
+def report_record(
+    report: Report, findings: Sequence[Finding], conclusion: Sequence[str], pair: Any, *, finished: bool
+) -> dict[str, Any]:
     """The record of a report, complete or interrupted, with its conclusion."""
     return {
         "schema": SCHEMA,
@@ -125,7 +127,7 @@ def report_record(report: Report, findings: Sequence[Finding], pair: Any, *, fin
         "prompt": report.prompt,
         "finished": finished,
         "findings": [finding.figures for finding in findings],
-        "conclusion": report.conclude(findings),
+        "conclusion": list(conclusion),
         **circumstances(pair, report.settings),
     }
 

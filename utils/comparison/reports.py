@@ -5,10 +5,9 @@ The consumer of the events draws and records them. Closing the stream early keep
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from utils.comparison.charts import Chart
 from utils.config.settings import Settings
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
@@ -63,19 +62,6 @@ ReportEvent = Progress | Note | Finding
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A text beside others.
-
-    `text` ends at the first difference from the target's text, and `other` is the rest.
-    """
-
-    names: Sequence[str]  # strategies that generated it
-    about: str  # the line below the names
-    text: str
-    other: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class ReportTable:
     """A further table of a report. `note` explains its headings, or is empty."""
 
@@ -108,7 +94,6 @@ class Report:
     events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
-    charts: Callable[[Sequence[Finding]], Sequence[Chart]] = lambda findings: ()
     tables: Callable[[Sequence[Finding]], Sequence[ReportTable]] = lambda findings: ()
     transposed: bool = False
     optional: tuple[str, ...] = ()
@@ -119,19 +104,3 @@ class Report:
     def headline(self) -> str:
         """The command that ran, and its prompt or file."""
         return self.title or f'/{self.name} of "{shortened(self.prompt)}"'
-
-    def concluded(self, findings: Sequence[Finding]) -> "Report":
-        """The finished report, with its sentences and data. It no longer holds the models that were needed to compute
-        them.
-        """
-        lines, attached, charts = self.conclude(findings), self.attachment(findings), tuple(self.charts(findings))
-        tables, details = tuple(self.tables(findings)), tuple(self.details())
-        return replace(
-            self,
-            events=iter(()),
-            conclude=lambda findings: lines,
-            attachment=lambda findings: attached,
-            charts=lambda findings: charts,
-            tables=lambda findings: tables,
-            details=lambda: details,
-        )

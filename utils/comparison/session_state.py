@@ -1,6 +1,5 @@
 """What a session remembers from one line to the next: the runs of the last prompt, results, storages, servers."""
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,8 +8,6 @@ from typing import Any, NamedTuple
 from ngram_assisted import NGramStorage
 from utils.comparison.arms import Arm, ComparedRun, LocalArm
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Report
-from utils.comparison.run_texts import TextPiece
 from utils.comparison.runs import Run, compare_run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
@@ -20,8 +17,6 @@ from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import depends_on_width
 from utils.prompts.conversation import Conversations, Turns, diverging_turn
 from utils.servers.connection import ServerList
-
-MAX_RESULTS = 200  # kept for the report of /export
 
 
 class PlannedRun(NamedTuple):
@@ -146,51 +141,26 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
     return explain(case, rounding)
 
 
-@dataclass(frozen=True, slots=True)
-class ShownResult:
-    """What the screen showed: its JSON records, and for a report also the finished report with its findings.
-
-    Of a prompt, `causes` explains differences between texts, and `texts` has the generated ones, both by strategy name;
-    `cells` are those of its table by heading. It must not hold models.
-    """
-
-    records: list[dict[str, Any]]
-    report: Report | None = None
-    findings: Sequence[Finding] = ()
-    causes: Mapping[str, Divergence] = field(default_factory=dict)
-    texts: Mapping[str, Sequence[TextPiece]] = field(default_factory=dict)
-    cells: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class SessionState:
     """The memory of one session.
 
-    `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `results` what was shown
-    last. `advice` holds the settings that the last verdict recommends. `servers` receive every prompt. `rounding` is
-    the largest observed change of the target's logits by verify width. `first_drafts` counts, by strategy, the first
-    drafts of rounds and how many were accepted. `said_low_acceptance` is True once the hint about low acceptance was
-    shown.
+    `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `causes` explains by
+    strategy why texts differ from the target's. `records` are those of the last result. `advice` holds the settings
+    that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change of the
+    target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of rounds and how many were
+    accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
     """
 
     storage: NGramStorage
     prompts: list[str] = field(default_factory=list)
     advice: Mapping[str, Any] | None = None
     last: LastPrompt | None = None
-    results: deque[ShownResult] = field(default_factory=lambda: deque(maxlen=MAX_RESULTS))
+    records: list[dict[str, Any]] = field(default_factory=list)
+    causes: Mapping[str, Divergence] = field(default_factory=dict)
     rounding: float = 0.0
     first_drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     said_low_acceptance: bool = False
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
     servers: ServerList = field(default_factory=ServerList)
-
-    @property
-    def shown(self) -> ShownResult | None:
-        """The last result."""
-        return self.results[-1] if self.results else None
-
-    @property
-    def causes(self) -> Mapping[str, Divergence]:
-        """Why texts of the last prompt differ from the target's, by strategy name."""
-        return next((result.causes for result in reversed(self.results) if result.report is None), {})

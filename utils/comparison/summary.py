@@ -4,8 +4,8 @@ Pure functions over finished runs. One run of each strategy proves nothing, so s
 claimed that the accepted drafts cannot explain.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from utils.comparison.arms import ComparedRun
@@ -14,40 +14,25 @@ from utils.comparison.session_state import LastPrompt
 from utils.comparison.speed_claims import OTHER_REQUESTS, rough
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
-from utils.engine.engine_choice import FasterEngine
-from utils.metrics.divergence import Cause
 from utils.servers.address import other_machine
 from utils.text import count_of
 
 FULL_CONTEXT = "cut at {}: the context is full"
 TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
 NOTICEABLE = 0.05  # smaller differences between single runs are treated as noise
-FEW_TOKENS = 16
 NO_TOKENS = "No token was generated, so there is nothing to compare."
-NOT_FINISHED = "Not finished, so not compared: {}."
 NO_TARGET = "Without target-only there is nothing to compare the speed with: /target on."
 FAILED_TARGET = "Target-only did not finish, so there is nothing to compare the speed with."
 NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /speculative on or /ngram on."
-BLANK = "The text shows as nothing, so its speed says nothing about real text."
 LIMIT = "{}: {:.2f}x was measured, but {:.2f} tokens per forward cannot make it so fast."
-DIFFERENT_LENGTHS = "The texts have different lengths, which affects tokens/s, too."
-NOISE = "{}: no draft was {}, so any difference in speed is noise or the cost of drafting."
-DIFFERENCES = {
-    Cause.SAMPLING: "drew another text from the same distribution",
-    Cause.ROUNDING: "differs from token {} by a rounding tie",
-    Cause.QUANTIZATION: "differs from token {} because of its quantization",
-    Cause.UNEXPLAINED: "differs from token {} for no known reason",
-    None: "differs from token {}",
-}
+NOISE = "{}: no draft was accepted, so any difference in speed is noise or the cost of drafting."
 NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and its speed are unknown."
 NO_BASELINE = (
     "Speed-ups need a baseline: /server add NAME URL baseline=NAME says with which server another is compared."
 )
 NO_RUN = "{} has no answer of {} to be compared with."
-OTHER_LENGTHS = "{} and {} generated {} and {} tokens, which affects tokens/s, too."
-SAMPLED = "Sampled texts need not be equal; /server text {} compares greedy ones."
-LOCAL_BASELINE = "Texts of servers and of the local target are compared under greedy decoding only (/temperature 0)."
-NO_DRAFTS = "No draft was {}, so any difference in speed is noise or the cost of drafting"
+OTHER_TEXT = "{0}: another text than {1} (a rounding tie? see /server text {2})."
+NO_DRAFTS = "No draft was accepted, so any difference in speed is noise or the cost of drafting"
 
 
 def ending(run: Run, length: int) -> str:
@@ -123,10 +108,8 @@ class Rival:
     @property
     def limit(self) -> str:
         """Why less is claimed than was measured. It is empty otherwise."""
-        if self.speed is not Speed.FASTER or not self.about.startswith("at most"):
-            return ""
         measured, bound = self.compared.comparison.speedup, self.compared.run.tokens_per_target_forward
-        return LIMIT.format(self.name, measured, bound)
+        return LIMIT.format(self.name, measured, bound) if self.about.startswith("at most") else ""
 
     @property
     def speed(self) -> Speed:
@@ -137,78 +120,36 @@ class Rival:
         return Speed.FASTER if self.factor > 1 else Speed.SLOWER
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRuns:
-    """The runs of one prompt.
-
-    `planned` names the strategies that should run, and `blank` those whose text shows as nothing. `causes` explains
-    differences between texts, by name. `faster_engine` is an engine in which the target alone would be faster.
-    """
-
-    compared: Sequence[ComparedRun]
-    planned: Sequence[str]
-    blank: Collection[str] = ()
-    causes: Mapping[str, Cause] = field(default_factory=dict)
-    faster_engine: FasterEngine | None = None
-
-    @property
-    def finished(self) -> list[ComparedRun]:
-        return [entry for entry in self.compared if entry.run.finish is not FinishReason.INTERRUPTED]
-
-    @property
-    def baseline(self) -> ComparedRun | None:
-        """The target's own run, if it is finished."""
-        return next((entry for entry in self.finished if entry.run.name == TARGET), None)
-
-    @property
-    def missing(self) -> list[str]:
-        """The strategies that failed, were interrupted or never started."""
-        names = {entry.run.name for entry in self.finished}
-        return [name for name in self.planned if name not in names]
-
-    @property
-    def rivals(self) -> list[Rival]:
-        """The finished runs that guarantee the target's text or distribution, the fastest first."""
-        found = [
-            Rival(entry, factor)
-            for entry in self.finished
-            if entry.arm.strategy is not None and entry.arm.strategy.lossless and entry.run.name != TARGET
-            if (factor := credible_speedup(entry)) is not None
-        ]
-        return sorted(found, key=lambda rival: -rival.factor)
-
-
-def summary(runs: PromptRuns) -> str:
+def summary(compared: Sequence[ComparedRun], planned: Collection[str], elsewhere: str = "") -> str:
     """Which strategies were faster than target-only and by about how much, whether texts are equal, and the next
     command.
+
+    `planned` names the strategies that should run. `elsewhere` is a sentence on an engine in which the target alone
+    would be faster.
     """
-    baseline, rivals = runs.baseline, runs.rivals
-    if not runs.compared:
+    if not compared:
         return ""  # every strategy has reported its error
-    if not any(entry.run.new_tokens for entry in runs.compared):
+    if not any(entry.run.new_tokens for entry in compared):
         return NO_TOKENS
-    if baseline is None:
-        return FAILED_TARGET if TARGET in runs.planned else NO_TARGET
-    missing = NOT_FINISHED.format(_listed(runs.missing)) if runs.missing else ""
-    if not rivals:
-        return missing or NO_RIVAL
-    if {TARGET, *(rival.name for rival in rivals)} & set(runs.blank):
-        return BLANK
-    lengths = {entry.run.new_tokens or 0 for entry in (baseline, *(rival.compared for rival in rivals))}
-    parts = (_speeds(rivals) + _size(max(lengths)), _texts(runs, rivals))
-    sentence = f"{', and '.join(filter(None, parts))}; {_next_command(runs, rivals)}."
+    finished = [entry for entry in compared if entry.run.finish is not FinishReason.INTERRUPTED]
+    if not any(entry.run.name == TARGET for entry in finished):
+        return FAILED_TARGET if TARGET in planned else NO_TARGET
+    found = [
+        Rival(entry, factor)
+        for entry in finished
+        if entry.arm.strategy is not None and entry.arm.strategy.lossless and entry.run.name != TARGET
+        if (factor := credible_speedup(entry)) is not None
+    ]
+    if not found:
+        return NO_RIVAL
+    rivals = sorted(found, key=lambda rival: -rival.factor)
+    sentence = f"{', and '.join(filter(None, (_speeds(rivals), _texts(rivals))))}; {_next(rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    elsewhere = runs.faster_engine.sentence if runs.faster_engine else ""
-    further = (limit, elsewhere, _not_explained(rivals), DIFFERENT_LENGTHS if len(lengths) > 1 else "", missing)
-    return " ".join([sentence, *filter(None, further)])
+    return " ".join(filter(None, (sentence, limit, elsewhere, _not_explained(rivals))))
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _size(tokens: int) -> str:
-    return f" (over only {count_of(tokens, 'token')})" if tokens < FEW_TOKENS else ""
 
 
 def _unexplained(rivals: Sequence[Rival]) -> bool:
@@ -219,7 +160,7 @@ def _unexplained(rivals: Sequence[Rival]) -> bool:
 def _speeds(rivals: Sequence[Rival]) -> str:
     """Which strategies were faster than target-only, and by about how much."""
     if _unexplained(rivals):
-        return NO_DRAFTS.format(_lacking(rivals))
+        return NO_DRAFTS
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
     best, several = judged[0], len(judged) > 1
     factor = best.about
@@ -241,35 +182,22 @@ def _not_explained(rivals: Sequence[Rival]) -> str:
     without = [rival for rival in rivals if rival.speed is Speed.UNEXPLAINED]
     if not without or _unexplained(rivals):
         return ""
-    return NOISE.format(_listed([rival.name for rival in without]), _lacking(without))
+    return NOISE.format(_listed([rival.name for rival in without]))
 
 
-def _lacking(rivals: Sequence[Rival]) -> str:
-    """Why nothing was accepted: there were no drafts, or all were rejected."""
-    return "accepted" if any(rival.compared.run.drafted for rival in rivals) else "proposed"
-
-
-def _texts(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
-    """Whether the texts are the target's own."""
+def _texts(rivals: Sequence[Rival]) -> str:
+    """Whether the texts are the target's own. Other lines explain a difference."""
     compared = [rival for rival in rivals if rival.compared.comparison.same is not None]
     same = [rival.name for rival in compared if rival.compared.comparison.same]
-    parts = []
-    for rival in compared:
-        if not rival.compared.comparison.same:
-            words = DIFFERENCES[runs.causes.get(rival.name)]
-            position = rival.compared.comparison.first_difference or 0
-            parts.append(f"{rival.name} {words.format(position + 1)}")
-    differing = " and ".join(parts)
-    if not same:
-        return differing
-    whose = f" of {_listed(same)}" if differing else ""
-    return f"the text{whose} is the target's own" + (f", whereas {differing}" if differing else "")
+    others = [rival.name for rival in compared if not rival.compared.comparison.same]
+    if not others:
+        return "the text is the target's own" if same else ""
+    whose = f"the text of {_listed(same)} is the target's own, " if same else "the text is not the target's own: "
+    return f"{whose}that of {_listed(others)} differs"
 
 
-def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
+def _next(rivals: Sequence[Rival]) -> str:
     """What to type next, and why."""
-    if Cause.UNEXPLAINED in runs.causes.values():
-        return "please report it with the output of /texts"
     speeds = {rival.speed for rival in rivals}
     if Speed.FASTER in speeds:
         return "/race 5 checks it"
@@ -277,7 +205,7 @@ def _next_command(runs: PromptRuns, rivals: Sequence[Rival]) -> str:
 
 
 def server_summary(prompt: LastPrompt) -> Iterator[str]:
-    """The sentences on servers below the table."""
+    """What the table does not show about servers."""
     finished = [entry for entry in prompt.servers if entry.run.finish is not FinishReason.INTERRUPTED]
     for entry in finished:
         if entry.run.new_tokens is None:
@@ -291,58 +219,19 @@ def server_summary(prompt: LastPrompt) -> Iterator[str]:
             yield f"{entry.run.name}: {found.note}"
     if len(finished) > 1 and all(entry.comparison.baseline is None for entry in finished):
         yield NO_BASELINE
-    sampled = (run for _, run, compared in finished if compared.speedup and compared.same is None)
-    if (run := next(sampled, None)) is not None:
-        yield LOCAL_BASELINE if run.baseline == TARGET else SAMPLED.format(run.name.removeprefix(PREFIX))
 
 
 def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     _, run, comparison = entry
     baseline = comparison.baseline or ""
     other = next((one.run for one in prompt.compared if one.run.name == baseline), None)
-    parts = list(filter(None, (_server_speed(entry), _server_text(entry))))
-    if parts:
-        yield f"{run.name}: {', and '.join(parts)}."
-    elif baseline != TARGET and other is None:
-        yield NO_RUN.format(run.name, baseline)
-    if limit := _server_limit(entry):
-        yield limit
-    if other is not None and (reason := other_machine(run.address, other.address)):
-        yield reason
-    lengths = (run.new_tokens, comparison.baseline_tokens)
-    if comparison.speedup is not None and None not in lengths and lengths[0] != lengths[1]:
-        yield OTHER_LENGTHS.format(run.name, baseline, *lengths)
-
-
-def _server_limit(entry: ComparedRun) -> str:
-    """Why less is claimed of a server than was measured, or an empty text."""
-    _, run, comparison = entry
+    if comparison.same is False:
+        yield OTHER_TEXT.format(run.name, baseline, run.name.removeprefix(PREFIX))
     if run.accepted == 0 and run.drafted:
-        return NOISE.format(run.name, "accepted")
-    credible, measured = credible_speedup(entry), comparison.speedup
-    if credible is None or measured is None or rough(credible) == rough(measured):
-        return ""
-    return LIMIT.format(run.name, measured, run.tokens_per_target_forward)
-
-
-def _server_speed(entry: ComparedRun) -> str:
-    speedup, decoding = credible_speedup(entry), entry.comparison.decode_speedup
-    if speedup is None or is_noise(entry):
-        return ""
-    baseline = entry.comparison.baseline
-    alone = "" if decoding is None or _server_limit(entry) else f" ({rough(decoding)} after the first token)"
-    if abs(speedup - 1) < NOTICEABLE:
-        return f"about as fast as {baseline}{alone}"
-    return f"{Rival(entry, speedup).about} as fast as {baseline}{alone}"
-
-
-def _server_text(entry: ComparedRun) -> str:
-    comparison = entry.comparison
-    if comparison.same is None:
-        return ""
-    if comparison.same:
-        return f"the same text as {comparison.baseline}"
-    place = (comparison.first_difference or 0) + 1
-    name = entry.run.name.removeprefix(PREFIX)
-    where = f"{comparison.unit} {place} (a rounding tie? see /server text {name})"
-    return f"another text than {comparison.baseline} from {where}"
+        yield NOISE.format(run.name)
+    elif (speedup := credible_speedup(entry)) is not None and (limit := Rival(entry, speedup).limit):
+        yield limit
+    if other is None and baseline != TARGET:
+        yield NO_RUN.format(run.name, baseline)
+    elif other is not None and (reason := other_machine(run.address, other.address)):
+        yield reason

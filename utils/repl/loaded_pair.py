@@ -385,7 +385,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         raise
     # Last, because it describes the state of the old pair.
     _note_losses(current, note)
-    loaded.harness.state.results = current.harness.state.results  # a report covers all models of the session
+    loaded.harness.state.records = current.harness.state.records  # /export has the last result of any pair
     loaded.harness.state.prompts.extend(current.harness.state.prompts)
     loaded.harness.state.servers = current.harness.state.servers
     return loaded

@@ -16,7 +16,6 @@ from utils.commands.shared.outcomes import (
     RunReport,
     ShowRows,
     ShowTable,
-    ShowTexts,
     UsePair,
     UseServers,
     UseStorage,
@@ -174,7 +173,7 @@ class ReplSession:
             self.limits,
             facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
-            interactive=self._tools.interactive,
+            page=self._renderer.page,
         )
         verdict = self._apply(registry.run(line, context))
         self.succeeded = line if verdict is Verdict.DONE else ""
@@ -265,8 +264,6 @@ def show_effect(effect: Effect, renderer: Renderer) -> bool:
             renderer.rows(rows)
         case ShowTable(headings, rows):
             renderer.table(headings, rows)
-        case ShowTexts(columns):
-            renderer.columns(columns)
         case Action.CLEAR_SCREEN:
             renderer.clear()
         case _:

@@ -4,20 +4,19 @@ Results are kept even if a run fails or is interrupted. Decoding and drawing are
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from traceback import clear_frames
+from typing import Any
 
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile, detail_records, report_record, run_records
 from utils.comparison.reports import Finding, Note, Report, ReportEvent
-from utils.comparison.run_texts import TextPiece, marked_text
 from utils.comparison.runs import Run
 from utils.comparison.session_state import (
     LastPrompt,
     PlannedRun,
     SessionState,
-    ShownResult,
     divergence_of,
     unlike_target,
 )
@@ -32,8 +31,7 @@ from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import PromptView, show_comparison, show_report, tokenizer_of
-from utils.screen.tables import comparison_columns
+from utils.screen.run_view import PromptView, show_comparison, show_report
 from utils.text import encodable
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
@@ -75,15 +73,15 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResultLog:
-    """Stores results: `state` keeps them for /export, and `file` appends their records (--json)."""
+    """Stores records: `state` keeps those of the last result for /export, and `file` appends all (--json)."""
 
     state: SessionState
     file: RecordFile | None
 
-    def add(self, result: ShownResult) -> None:
-        self.state.results.append(result)
+    def add(self, records: list[dict[str, Any]]) -> None:
+        self.state.records = records
         if self.file is not None:
-            self.file.append(result.records)
+            self.file.append(records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,7 @@ class PromptRunner:
         if settings.reset_in_between:
             self.harness.state.storage.reset()
             self.harness.state.caches.texts.clear()
-        if self.echo:
-            self.renderer.prompt(text)
+        self.renderer.prompt(text, echo=self.echo)
         run = self._run_turn if settings.keeps_conversation else self._run_and_compare
         return run(text, planned, settings)
 
@@ -182,7 +179,8 @@ class PromptRunner:
             self.renderer.note(NOT_EXPLAINED)
             explain_error(self.renderer, error)
         finally:
-            self.log.add(_shown(last, causes, self.harness.loaded))
+            self.harness.state.causes = causes
+            self.log.add(run_records(last, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
@@ -190,19 +188,6 @@ class PromptRunner:
             self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy.name, causes[strategy.name]
-
-
-def _shown(last: LastPrompt, causes: dict[str, Divergence], pair: Pair | None) -> ShownResult:
-    """The records and texts of a prompt."""
-    tokenizer = tokenizer_of(last)
-    texts: dict[str, Sequence[TextPiece]] = {
-        run.name: [TextPiece(run.text, False)]
-        if run.generation is None
-        else marked_text(run.generation.steps, tokenizer)
-        for _, run, _ in last.compared
-    }
-    records, cells = run_records(last, causes, pair), comparison_columns(last.compared)
-    return ShownResult(records, causes=causes, texts=texts, cells=cells)
 
 
 def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
@@ -265,16 +250,13 @@ class ReportRunner:
             self.renderer.progress(event.text)
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        report = report.concluded(findings)
         other = None if self.pair is None else self.pair.engine.faster_baseline()
         # Servers have their own baselines.
         own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
-        if other is not None and own:
-            lines = [*report.conclude(findings), other.sentence]
-            report = replace(report, conclude=lambda findings: lines)
-        record = report_record(report, findings, self.pair, finished=finished)
-        self.log.add(ShownResult([record, *detail_records(report)], report, findings))
-        show_report(self.renderer, report, findings)
+        lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
+        record = report_record(report, findings, lines, self.pair, finished=finished)
+        self.log.add([record, *detail_records(report)])
+        show_report(self.renderer, report, findings, lines)
 
 
 def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:

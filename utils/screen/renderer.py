@@ -5,10 +5,10 @@ colours. Text of models and users is shown literally, without markup and control
 """
 
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Any
 
@@ -20,20 +20,35 @@ from rich.text import Text
 from termcolor import colored
 
 from utils.comparison.arms import ComparedRun
-from utils.comparison.reports import Column
 from utils.comparison.runs import Run
 from utils.comparison.summary import ending
 from utils.decode.steps import Step
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
-from utils.screen.debug_rounds import Piece, folded_rounds, legend, round_pieces, round_timing, trace_lines
-from utils.screen.tables import comparison_table, list_table, report_table, side_by_side
+from utils.screen.tables import comparison_table, list_table, report_table
 from utils.screen.wrapped_text import Mark, MarkedPiece
 from utils.screen.writer import ProgressLine, Writer, has_width, open_console
-from utils.text import byte_size, count_of, visible
+from utils.text import byte_size, count_of, token_piece, visible
 
 STEP_SECONDS = 10.0
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
+
+KEPT = 50_000  # pieces of text that are kept for the page
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>speculative decoding, side by side</title>
+<style>
+{stylesheet}
+body {{ color: {foreground}; background: {background}; }}
+pre {{ font: 15px/1.4 "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }}
+</style>
+</head>
+<body><pre>{code}</pre></body>
+</html>
+"""
 
 MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.TEXT: (None, []),
@@ -42,32 +57,20 @@ MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.NOTE: (None, ["dark"]),
 }
 MARKS_EXPLAINED = "bold green: drafts that the target accepted"
-# A picture of the screen is the same for every terminal.
-PICTURE_OPTIONS: dict[str, Any] = {
-    **{"width": 110, "height": 50, "force_terminal": True, "no_color": False},
-    **{"highlight": False, "markup": False, "emoji": False},
-}
-# rich's own frame of a picture, without the fonts that it fetches from elsewhere.
-PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, Consolas, monospace }}
-.{unique_id}-title {{ font: bold 18px sans-serif }}
-{styles}
-</style>
-<defs>
-{lines}
-</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
-# rich counts wide characters as narrow ones.
-WIDE_TEXT = re.compile(r' textLength="[^"]*"(?=[^>]*>[^<]*[\u2e80-\U0010ffff])')
+
+
+Piece = tuple[str, str]  # a text and its colour
+SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
+RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
+    (0.995, "●", "@", "green"),
+    (0.5, "◕", "o", "cyan"),
+    (0.1, "◑", ":", "yellow"),
+    (0.0, "○", ".", "red"),
+)
+LEGEND = (
+    "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
+    "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
+)
 
 
 class Renderer:
@@ -78,7 +81,9 @@ class Renderer:
 
     def __init__(self, out: Console, messages: Console, *, colour: bool, wraps: bool = True) -> None:
         self._progress = ProgressLine(messages)
-        self._out, self._messages = Writer(out, self._progress, wraps=wraps), Writer(messages, self._progress)
+        self._kept: deque[str] = deque(maxlen=KEPT)
+        self._out = Writer(out, self._progress, self._kept, wraps=wraps)
+        self._messages = Writer(messages, self._progress, self._kept)
         self.colour = colour
         self._has_explained = False
         self._last_step = time.monotonic()
@@ -101,9 +106,18 @@ class Renderer:
     def title(self, title: str, colour: str) -> None:
         self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
 
-    def prompt(self, text: str) -> None:
-        """The prompt above its answers, if it was not typed on this screen."""
-        self._line(self._out, "> " + text, "bold")
+    def prompt(self, text: str, *, echo: bool) -> None:
+        """The prompt above its answers. Without `echo` it was typed on this screen, so only the page needs it."""
+        if echo:
+            self._line(self._out, "> " + text, "bold")
+        else:
+            self._kept.append(f"> {visible(text)}\n")
+
+    def page(self) -> str:
+        """Everything that was shown last, as an HTML page in the colours of the screen."""
+        console = Console(file=StringIO(), record=True, color_system="truecolor", force_terminal=True)
+        console.print(Text.from_ansi("".join(self._kept)), soft_wrap=True)
+        return console.export_html(code_format=PAGE)
 
     def stream(self, pieces: Iterable[MarkedPiece]) -> None:
         """Pieces of growing text, written immediately. Marks become colours, if there are any."""
@@ -134,10 +148,6 @@ class Renderer:
         self._pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
         for line in trace_lines(traces, tokenizer):
             self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
-
-    def plain_rounds(self, number: int, timings: Sequence[RoundTiming | None]) -> None:
-        """A line for consecutive rounds without drafts. `number` is the first of them."""
-        self._pieces(f"{number:4d} ", folded_rounds(timings))
 
     def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
         """Coloured pieces on as many lines as the terminal needs. Pieces are not broken."""
@@ -185,7 +195,7 @@ class Renderer:
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
-        """Lines of data to copy or of a plot. They are never broken."""
+        """Lines of data to copy. They are never broken."""
         self._write(self._drawable(visible(text)) + "\n")
 
     def progress(self, text: str) -> None:
@@ -230,13 +240,6 @@ class Renderer:
         """Rows without headings; the first column is bold."""
         self._draw(list_table(list(rows), self._out.table_width))
 
-    def columns(self, columns: Sequence[Column]) -> None:
-        """Texts side by side."""
-        # A file gets them one below the other, because its lines have no limit.
-        width = self.width if self._out.wraps else 0
-        for table in side_by_side(columns, width, ">>" if self._is_ascii else "»"):
-            self._draw(table)
-
     def newline(self) -> None:
         self._write("\n")
 
@@ -276,12 +279,61 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
 
 
-def picture(show: Callable[[Renderer], None]) -> str:
-    """The drawing of `show` as a self-contained SVG file."""
-    # Streamed text bypasses rich, so its escape sequences are captured and parsed.
-    captured = StringIO()
-    console = Console(file=captured, color_system="standard", **PICTURE_OPTIONS)
-    show(Renderer(console, console, colour=True))
-    page = Console(file=StringIO(), color_system="truecolor", record=True, **PICTURE_OPTIONS)
-    page.print(Text.from_ansi(captured.getvalue()))
-    return WIDE_TEXT.sub("", page.export_svg(title="speculative decoding, side by side", code_format=PICTURE))
+def legend(*, ascii_only: bool) -> str:
+    """The meaning of signs and shapes."""
+    return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
+
+
+def round_pieces(
+    step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = (), *, ascii_only: bool = False
+) -> list[Piece]:
+    """The tokens of a round: accepted drafts in green, rejected ones in red, the corrected or bonus token in blue.
+
+    Signs carry the same information without colour. Drafts with a trace get the colour and the shape of their p/q.
+    """
+    pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
+    pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
+    painted = [(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces]
+    for position, trace in enumerate(traces):
+        _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
+        painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
+    if step.token is not None:
+        painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
+    return painted
+
+
+def round_timing(step: Step, timing: RoundTiming | None) -> str:
+    """The milliseconds of a round by activity, and its number of new tokens."""
+    if timing is None:
+        return ""
+    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
+    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
+    return f"{shown} ms | +{len(step.tokens)}"
+
+
+def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
+    """Lines on the drafts of a round: why one was rejected, and the sources of n-grams and matches."""
+    lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
+    matches = [trace for trace in traces if trace.match_length is not None]
+    hits = [f"{token_piece(tokenizer, trace.token)} from {_source(trace)}" for trace in matches]
+    return [*lines, f"hits: {'; '.join(hits)}"] if hits else lines
+
+
+def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
+    draft, target = token_piece(tokenizer, trace.token), token_piece(tokenizer, trace.target_token)
+    # A sampled token may be less likely than the draft.
+    verb = "preferred" if trace.target_p > trace.p else "drew"
+    figures = [f"p {trace.p:.2g}"]
+    if trace.q is not None:
+        figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
+    if trace.acceptance is not None and 0 < trace.acceptance < 1:
+        figures.append(f"acceptance probability {trace.acceptance:.2g}")
+    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
+    return (
+        f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
+        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
+    )
+
+
+def _source(trace: DraftTrace) -> str:
+    return f"{trace.origin} ({trace.match_length})" if trace.match_length else trace.origin

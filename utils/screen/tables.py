@@ -1,20 +1,19 @@
-"""Builds rich tables: the comparison of strategies and servers, findings of reports, lists, and texts side by side.
+"""Builds rich tables: the comparison of strategies and servers, findings of reports, and lists.
 
 All tables adapt to the width of the screen, without the less important columns if necessary. `utils.screen.renderer`
 writes them.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from utils.comparison.arms import ComparedRun
-from utils.comparison.reports import Column
 from utils.comparison.speed_claims import STAR
 from utils.comparison.summary import is_noise
 from utils.text import visible
@@ -33,7 +32,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _speedup(entry: ComparedRun) -> str:
-    return "noise" if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x" + _star(entry))
+    return NOISE if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x" + _star(entry))
 
 
 def _star(entry: ComparedRun) -> str:
@@ -44,50 +43,29 @@ COLUMNS = (
     RunColumn("strategy", lambda entry: entry.run.name),
     RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
     RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
-    RunColumn("first\ntoken, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
+    RunColumn("first token, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
     RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry))),
-    RunColumn("decode\ntokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
+    RunColumn("decode tokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
     RunColumn("speed-up", _speedup),
     RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
-    RunColumn("drafts/\nround", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
-    RunColumn("tokens/\nforward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
+    RunColumn("drafts/round", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
+    RunColumn("tokens/forward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
     RunColumn("text", lambda entry: entry.comparison.text),
 )
 # Columns that are dropped on a narrow screen, in this order.
-OPTIONAL = ("seconds", "drafts/\nround", "tokens", "first\ntoken, s", "acceptance", "decode\ntokens/s")
-LEFT = ("strategy", "text")  # columns of words
-MIN_TEXT_WIDTH = 36  # of a text beside others
+OPTIONAL = ("seconds", "drafts/round", "tokens", "first token, s", "acceptance", "decode tokens/s")
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
+NUMERIC, NOISE = "-~0123456789", "noise"  # how the cells of a column of numbers begin, and the word among them
 GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
-
-
-def comparison_columns(compared: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """The cells of all columns by heading, one for each strategy and server."""
-    beside_servers = not all(entry.run.is_local for entry in compared)
-    shown = [column for column in COLUMNS if beside_servers or not column.of_servers]
-    return {column.heading: [column.cell(entry) for entry in compared] for column in shown}
 
 
 def comparison_table(compared: Sequence[ComparedRun], width: int) -> Table:
     """One row for each strategy and server, with the columns that fit."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    columns = comparison_columns(compared)
-    lines = {name: [line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()}
-    sizes = {name: max(map(cell_len, texts)) for name, texts in lines.items()}
-    for name in OPTIONAL:
-        if sum(size + 1 for size in sizes.values()) <= width:
-            break
-        sizes.pop(name, None)
-    for name in sizes:
-        # rich would otherwise break words to make a column narrower.
-        longest = max(cell_len(word) for line in lines[name] for word in line.split())
-        table.add_column(name, justify="left" if name in LEFT else "right", min_width=longest)
-    for index, entry in enumerate(compared):
-        # Text objects, because rich would interpret square brackets of plain strings as markup.
-        cells = [Text(columns[name][index]) for name in sizes]
-        cells[0].stylize(entry.arm.colour)
-        table.add_row(*cells)
-    return table
+    beside_servers = not all(entry.run.is_local for entry in compared)
+    columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
+    rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
+    colours = [entry.arm.colour for entry in compared]
+    return report_table([column.heading for column in columns], rows, width, OPTIONAL, colours=colours)
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
@@ -99,25 +77,6 @@ def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table
-
-
-def side_by_side(columns: Sequence[Column], width: int, marker: str) -> Iterator[Table]:
-    """Tables of as many texts as fit side by side. The marker precedes the part that differs from the target's text."""
-    beside = max(1, min(len(columns), width // MIN_TEXT_WIDTH))
-    for first in range(0, len(columns), beside):
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=True)
-        shown = columns[first : first + beside]
-        for column in shown:
-            table.add_column(
-                Text(", ".join(column.names) + "\n").append(column.about, "dim not bold"), ratio=1, overflow="fold"
-            )
-        table.add_row(*(_marked(column, marker) for column in shown))
-        yield table
-
-
-def _marked(column: Column, marker: str) -> Text:
-    text = Text(visible(column.text))
-    return text.append(marker + visible(column.other), "bold") if column.other else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +100,10 @@ class _Column:
     def least_heading(self) -> int:
         return max(map(cell_len, _in_lines(self.heading).split("\n")))
 
+    @property
+    def has_numbers(self) -> bool:
+        return all(cell[:1] in NUMERIC or cell == NOISE for cell in self.cells)
+
     def heading_for(self, width: int) -> str:
         return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
 
@@ -153,12 +116,17 @@ def _in_lines(heading: str) -> str:
 
 
 def report_table(
-    headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int, optional: Sequence[str] = ()
+    headings: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    width: int,
+    optional: Sequence[str] = (),
+    *,
+    colours: Sequence[str] = (),
 ) -> Table:
     """Rows under headings, one line each if the screen has room for that without the optional columns.
 
     The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
-    broken between words. On a very narrow screen each row becomes a list.
+    broken between words. On a very narrow screen each row becomes a list. `colours` are those of the first cells.
     """
     shown = [tuple(visible(cell) for cell in row) for row in rows]
     columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
@@ -168,14 +136,14 @@ def report_table(
         columns = [column for column in columns if column.heading != heading]
     if not _fits([column.least for column in columns], width):
         return _as_lists(columns, width)
-    return _table(columns, width)
+    return _table(columns, width, colours)
 
 
 def _fits(sizes: Sequence[int], width: int, gap: int = GAPS[-1]) -> bool:
     return sum(sizes) + gap * len(sizes) <= width
 
 
-def _table(columns: Sequence[_Column], width: int) -> Table:
+def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Table:
     sizes = [column.least for column in columns]
     full = [column.one_line for column in columns]
     gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
@@ -185,9 +153,11 @@ def _table(columns: Sequence[_Column], width: int) -> Table:
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
-        table.add_column(column.heading_for(size), overflow="fold", width=size)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*map(Text, cells))
+        justify: Literal["left", "right"] = "right" if column.has_numbers else "left"
+        table.add_column(column.heading_for(size), justify=justify, overflow="fold", width=size)
+    for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        # Text objects, because rich would interpret square brackets of plain strings as markup.
+        table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))
     return table
 
 
@@ -197,19 +167,3 @@ def _as_lists(columns: Sequence[_Column], width: int) -> Table:
     rows = zip(*(column.cells for column in columns), strict=True)
     lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
     return list_table(lines[1:], width)
-
-
-def transposed_rows(
-    headings: Sequence[str], rows: Sequence[tuple[str, ...]], width: int
-) -> list[list[tuple[str, ...]]]:
-    """Lists with one line per heading and one column per row. Each list has as many rows as fit on the screen."""
-    first = max(map(cell_len, headings)) + GAPS[0]
-    lists: list[list[tuple[str, ...]]] = []
-    taken: list[tuple[str, ...]] = []
-    for row in rows:
-        sizes = [max(cell_len(visible(cell)) for cell in one) + GAPS[0] for one in (*taken, row)]
-        if taken and first + sum(sizes) > width:
-            lists.append(list(zip(headings, *taken, strict=True)))
-            taken = []
-        taken.append(row)
-    return [*lists, list(zip(headings, *taken, strict=True))]

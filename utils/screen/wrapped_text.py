@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
-from utils.comparison.run_texts import TextPiece
-from utils.text import visible
+from utils.decode.steps import Step
+from utils.text import TextStream, visible
 
 
 class Mark(Enum):
@@ -31,11 +32,6 @@ def merged(pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
     return [("".join(text for text, _ in group), mark) for mark, group in groups]
 
 
-def as_marked(pieces: Iterable[TextPiece]) -> list[MarkedPiece]:
-    """Pieces of a text with their marks, safe to show."""
-    return merged((visible(text), Mark.ACCEPTED if accepted else Mark.TEXT) for text, accepted in pieces)
-
-
 def plain_text(pieces: Iterable[MarkedPiece]) -> str:
     """The text without its marks."""
     return "".join(text for text, _ in pieces)
@@ -48,6 +44,33 @@ def from_character(pieces: Iterable[MarkedPiece], start: int) -> list[MarkedPiec
         rest.append((text[start:], mark))
         start = max(0, start - len(text))
     return merged(rest)
+
+
+class MarkedStream:
+    """The pieces that the steps of a run complete, safe to show. Together they are the text of its tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextStream(tokenizer)
+        self._mark = Mark.ACCEPTED  # unless a token of the held-back text was not accepted
+
+    def add(self, step: Step) -> list[MarkedPiece]:
+        """The text that a step completes. A character of several tokens counts as a draft only if all of them are
+        drafts.
+        """
+        pieces = []
+        for index, token in enumerate(step.tokens):
+            self._mark = self._mark if index < step.accepted else Mark.TEXT
+            if text := self._text.add((token,)):
+                pieces += self._piece(text)
+        return merged(pieces)
+
+    def end(self) -> list[MarkedPiece]:
+        """The rest of the text, incomplete characters included."""
+        return self._piece(rest) if (rest := self._text.end()) else []
+
+    def _piece(self, text: str) -> list[MarkedPiece]:
+        mark, self._mark = self._mark, Mark.ACCEPTED
+        return [(visible(text), mark)]
 
 
 class WrappedText:

@@ -5,6 +5,7 @@ rich only computes texts here. Its buffer would keep interrupted output and prin
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from io import TextIOWrapper
 from typing import TextIO
@@ -70,10 +71,10 @@ class ProgressLine:
 
 
 class Writer:
-    """Writes to one stream. With `wraps`, tables must fit into the width of the console."""
+    """Writes to one stream, and adds the text to `kept`. With `wraps`, tables fit into the width of the console."""
 
-    def __init__(self, console: Console, progress: ProgressLine, *, wraps: bool = True) -> None:
-        self.console, self._progress = console, progress
+    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str], *, wraps: bool = True) -> None:
+        self.console, self._progress, self._kept = console, progress, kept
         self.wraps = wraps or console.is_terminal
 
     @property
@@ -84,6 +85,7 @@ class Writer:
     def write(self, text: str) -> None:
         self._progress.clear()
         put(self.console, text)
+        self._kept.append(text)
 
     def line(self, text: str, style: str = "") -> None:
         """A line, wrapped between words on a terminal only."""

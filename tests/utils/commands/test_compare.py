@@ -84,7 +84,7 @@ def test_a_known_ratio_is_found(view: Screen, tmp_path: Path) -> None:
     assert "24/60 = 0.400 in A, 36/60 = 0.600 in B" in conclusion and "6 of 6 are the same" in conclusion
     assert SAME in conclusion and AT_OTHER_TIMES in conclusion and NOT_COMPARED not in conclusion
     shown = view.take()[0]
-    assert "speed of B over speed of A" in shown and "10.0 -> 15.0" in shown and "4/10 -> 6/10" in shown
+    assert "10.0 -> 15.0" in shown and "4/10 -> 6/10" in shown
 
 
 def test_the_other_way_round_it_is_slower(view: Screen, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_one_run_each_is_too_few(view: Screen, tmp_path: Path) -> None:
 def test_the_same_file_twice_is_no_difference(view: Screen, tmp_path: Path) -> None:
     rows = [record(prompt, 10.0 + number) for number, prompt in enumerate(PROMPTS)]
     _, conclusion = compared(view, tmp_path, rows, rows)
-    assert conclusion.count("not distinguishable") == 2 and SAME in conclusion
+    assert conclusion.count("not distinguishable") == 1 and SAME in conclusion
 
 
 def test_repeats_of_one_prompt_give_an_interval_for_it(view: Screen, tmp_path: Path) -> None:
@@ -124,11 +124,6 @@ def test_repeats_of_one_prompt_give_an_interval_for_it(view: Screen, tmp_path: P
     assert row["lines"] == [[1, 2, 3, 4, 5], [1, 2, 3]] and "over 3 runs of one prompt" in conclusion
 
 
-def test_no_gain_is_claimed_where_no_draft_was_accepted(view: Screen, tmp_path: Path) -> None:
-    first, second = ([record(prompt, speed, accepted=0) for prompt in PROMPTS] for speed in (10.0, 20.0))
-    assert "speed-up over target-only" not in compared(view, tmp_path, first, second)[1]
-
-
 def test_a_different_gamma_is_the_difference_that_is_compared(view: Screen, tmp_path: Path) -> None:
     rows, conclusion = compared(
         view, tmp_path, [*map(changed(gamma=4), PROMPTS)], [*map(changed(gamma=8, costs="x"), PROMPTS)]
@@ -140,7 +135,7 @@ def test_each_setting_meets_its_own(view: Screen, tmp_path: Path) -> None:
     first = [record("x", 10.0 * gamma, settings=SETTINGS | {"gamma": gamma}) for gamma in (1, 2, 4)]
     rows, conclusion = compared(view, tmp_path, first, [*reversed(first), record("x", 1.0, settings=SETTINGS)])
     assert [row["ratios"] for row in rows] == [[1.0]] * 3
-    assert "B, line 4: A has this prompt only with other settings (gamma 1 instead of auto)" in conclusion
+    assert "B, line 4: the other file has no run" in conclusion
 
 
 def test_runs_of_another_task_are_named_and_not_compared(view: Screen, tmp_path: Path) -> None:
@@ -154,10 +149,8 @@ def test_runs_of_another_task_are_named_and_not_compared(view: Screen, tmp_path:
     second = [record("x", 10.0), record("longer", 10.0, settings=SETTINGS | {"length": 256}), record("new", 5.0)]
     rows, conclusion = compared(view, tmp_path, first, second)
     assert [row["prompt"] for row in rows] == ["x"]
-    assert "A, line 2: B has this prompt only with other settings (length 256 instead of 128)" in conclusion
-    assert "A, lines 3, 5: B has no run of this prompt." in conclusion
-    assert "A, line 4: B has no run of ngram on this prompt." in conclusion
-    assert "B, line 3: A has no run of this prompt." in conclusion and NOT_COMPARED in conclusion
+    assert "A, lines 2, 3, 4, 5: the other file has no run" in conclusion
+    assert "B, lines 2, 3: the other file has no run" in conclusion and NOT_COMPARED in conclusion
 
 
 def test_the_target_alone_does_not_depend_on_gamma(view: Screen, tmp_path: Path) -> None:
@@ -166,7 +159,7 @@ def test_the_target_alone_does_not_depend_on_gamma(view: Screen, tmp_path: Path)
     second = [record("x", 20.0, **target, settings=SETTINGS | {"gamma": 8})]
     (row,), conclusion = compared(view, tmp_path, first, second)
     assert row["tokens_per_second"] == [[10.0, 11.0], [20.0]] and SAME in conclusion
-    assert "acceptance" not in conclusion and "speed-up" not in conclusion
+    assert "acceptance" not in conclusion
 
 
 def test_every_difference_is_named_once(view: Screen, tmp_path: Path) -> None:
@@ -197,9 +190,6 @@ def test_texts_are_compared_by_tokens_or_across_models_by_text(view: Screen, tmp
     assert "1 of 2 are the same" in conclusion
 
 
-RACED = {"strategy": "target", "tokens_per_second": [1.0], "speedups": []}
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -208,9 +198,6 @@ RACED = {"strategy": "target", "tokens_per_second": [1.0], "speedups": []}
         (json.dumps(record("x", 1.0) | {"schema": 9}), "schema 9"),
         (json.dumps(record("x", 1.0) | {"finish": "interrupted"}), "line 2: the run was interrupted"),
         (json.dumps(record("x", 0.0)), "line 2: the run has no speed"),
-        (json.dumps({"schema": 2, "record": "race", "prompt": "x", "settings": {}, "findings": [3]}), '"findings"'),
-        (json.dumps({"schema": 2, "record": "race", "prompt": 3, "settings": {}, "findings": [RACED]}), '"prompt"'),
-        (json.dumps({"schema": 2, "record": "race", "settings": {"turns": True}, "findings": []}), "conversation"),
     ],
 )
 def test_a_damaged_line_is_one_sentence(view: Screen, tmp_path: Path, line: str, reason: str) -> None:
@@ -226,48 +213,6 @@ def test_many_damaged_lines_are_counted(view: Screen, tmp_path: Path) -> None:
     assert NOT_COMPARED in conclusion and "and 30 more." in conclusion and conclusion.count("JSON") == 20
 
 
-def test_races_give_repeats(view: Screen, tmp_path: Path) -> None:
-    def race(speeds: list[float]) -> Row:
-        finding = {"strategy": "speculative", "tokens_per_second": speeds, "speedups": [speed / 10 for speed in speeds]}
-        return {
-            "schema": 2,
-            "record": "race",
-            "prompt": "x",
-            "settings": SETTINGS,
-            "findings": [finding],
-            **CIRCUMSTANCES,
-        }
-
-    (row,), conclusion = compared(view, tmp_path, [race([10.0, 11.0, 12.0])], [race([20.0, 22.0, 24.0])])
-    assert row["ratios"] == pytest.approx([2.0] * 3) and "over 3 runs" in conclusion and row["same_text"] is None
-
-
-def test_verdicts_are_compared_prompt_by_prompt(view: Screen, tmp_path: Path) -> None:
-    def verdict(factor: float, **choice: Any) -> Row:
-        each = [
-            {
-                "prompt": prompt,
-                "tokens_per_second": [10.0 * factor, 11.0 * factor],
-                "target_tokens_per_second": [8.0, 8.5],
-                "speedups": [10.0 * factor / 8.0, None],
-                "accepted": 4,
-                "drafted": 8,
-            }
-            for prompt in PROMPTS
-        ]
-        row = {"length": 96, "gamma": None, "drafter_kind": "head", "by_prompt": each, **choice}
-        return {"schema": 2, "record": "verdict", "settings": SETTINGS, "findings": [{}, row], **CIRCUMSTANCES}
-
-    rows, conclusion = compared(view, tmp_path, [verdict(1.0)], [verdict(1.5, gamma=4, drafter_kind="suffix")])
-    assert [row["strategy"] for row in rows[:2]] == ["recommended", "target"] and len(rows) == 12
-    assert rows[0]["ratios"] == [pytest.approx(1.5)] * 2 and rows[1]["ratios"] == [1.0, 1.0]
-    assert "recommended: B is faster than A: B / A is 1.50" in conclusion and "target: not disting" in conclusion
-    assert "drafter kind: head in A, suffix in B" in conclusion and "setting gamma: auto in A, 4 in B" in conclusion
-    assert rows[0]["accepted"] == [4, 4] and "24/48 = 0.500 in A" in conclusion
-    (tmp_path / "verdict.jsonl").write_text(json.dumps(verdict(1.0)), encoding="utf-8")
-    assert {run.record for run in read_records(tmp_path / "verdict.jsonl").runs} == {"verdict"}
-
-
 def test_real_records_match(view: Screen, tmp_path: Path) -> None:
     lines = ("/length 8", "one two", "/race 2", "/whatif", "three")
     for name in ("a", "b"):
@@ -280,8 +225,8 @@ def test_real_records_match(view: Screen, tmp_path: Path) -> None:
         (prompt, strategy) for prompt in ("one two", "three") for strategy in ("speculative", "ngram", "target")
     ]
     assert all(row["same_text"] for row in report["findings"])
-    assert [len(row["tokens_per_second"][0]) for row in report["findings"]] == [3, 3, 3, 1, 1, 1]
-    assert "whatif 2" in " ".join(report["conclusion"])
+    assert all(len(row["tokens_per_second"][0]) == 1 for row in report["findings"])
+    assert "2 records of race. 2 records of whatif." in " ".join(report["conclusion"])
     matches, problems = match(*(read_records(file).runs for file in (first, second)))
     assert len(matches) == 6 and not problems
 

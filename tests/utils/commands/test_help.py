@@ -107,7 +107,7 @@ def test_every_command_has_a_page_that_fits(command) -> None:
     assert len(lines) <= ROWS - 4
     labels = {line.split()[0] for line in lines if not line.startswith(" ")}
     assert {"syntax", "about", "example"} <= labels and command.page.text and command.page.example
-    known = {known.name for known in COMMANDS} | {figure.name for figure in FIGURES} | {"verdict", "compare"}
+    known = {known.name for known in COMMANDS} | set(FIGURES) | {"verdict", "compare"}
     assert set(command.page.see_also) <= known
 
 
@@ -122,10 +122,10 @@ def test_the_examples_are_accepted(command, asked: ReplSession, monkeypatch: pyt
     registry.run(typed.removeprefix("> "), CommandContext(asked.settings, registry, harness, asked.limits))
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+@pytest.mark.parametrize("figure", FIGURES)
 def test_figures_are_explained(figure) -> None:
-    if figure.name not in {command.name for command in COMMANDS} | {"verdict"}:
-        assert shown(f"/help {figure.name}")[0].startswith(figure.name[:20])
+    if figure not in {command.name for command in COMMANDS} | {"verdict"}:
+        assert shown(f"/help {figure}")[0].startswith(figure[:20])
 
 
 def test_help_of_names_that_are_not_known(view: Screen) -> None:

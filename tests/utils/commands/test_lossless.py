@@ -60,7 +60,6 @@ def test_where_one_token_is_possible_matches_are_counted(view: Screen, tmp_path:
     record = checked(open_session(view, records=file), file, *lines)
     names = ("matches", "draws", "cells", "p_value", "verdict")
     assert [[row[name] for name in names] for row in record["findings"]] == [[7, 7, 1, None, ALL_MATCH]] * 3
-    assert "7/7" in view.take()[0]
 
 
 def test_too_few_draws_give_no_verdict(view: Screen, tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
 
     assert "0.0001" in lines()[0]
     assert "report" in lines(verdict=WRONG, p_value=0.0)[0]
-    assert "/lossless 200" in lines(verdict=TOO_FEW, p_value=None)[-1]
+    assert "more draws" in lines(verdict=TOO_FEW, p_value=None)[-1]
     (sentence,) = lines(verdict=NO_DIFFERENCE, p_value=0.5)
     assert "p-value" in sentence
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
 from utils.commands import sweep
-from utils.commands.experiments.race_runs import RaceItem, RaceResult, time_left
+from utils.commands.experiments.race_runs import RaceItem, RaceResult
 from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
@@ -58,10 +57,6 @@ def test_speeds_of_a_paired_run() -> None:
 
 def _rates(made: Generation) -> tuple[int, float | None]:
     return len(made.tokens), made.decode_tokens_per_second
-
-
-def test_the_remaining_time_is_estimated_from_the_finished_part() -> None:
-    assert time_left([], 3) == "" and "9 s" in time_left([2.0, 4.0], 3)
 
 
 def test_strategies_take_turns_at_going_first(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +127,6 @@ def test_a_sweep_runs_all_values_in_turns_and_keeps_the_setting(
     assert [row["setting"] for row in rows[::3]] == ["gamma 0", "gamma 2", "gamma auto"] and len(rows) == 9
     assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_as_target"] for row in rows)
     assert all(len(row["tokens_per_second"]) == len(row["speedups"]) == 2 for row in rows)
-    assert re.search(r"\ngamma auto, ngram +.*\ngamma 0, speculative ", view.take()[0]), "the rows of the plot"
 
 
 def swept(session: ReplSession, file: Path, arguments: str) -> list[str]:

@@ -114,7 +114,7 @@ def test_records_that_cannot_run_again_are_left_out_with_a_reason(view: Screen, 
     changes["ngrams"] = {"strategy": "ngram"}
     rows, conclusion = replayed(view, edited(file, change))
     assert [row["strategy"] for row in rows] == ["speculative", "ngram"] and "the run was interrupted" in conclusion
-    assert "whatif 1" in conclusion and "race 2" in conclusion
+    assert "1 record of whatif" in conclusion and "2 records of race" in conclusion
 
 
 def test_a_conversation_is_replayed_turn_by_turn(view: Screen, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes import open_session, screen
+from fakes import open_session, reported, screen
 
 from utils.repl.runner import Verdict
 
@@ -36,35 +36,36 @@ def prompts(tmp_path: Path) -> Path:
         "/lossless 3",
     ],
 )
-def test_a_table_has_one_line_per_row(line: str, prompts: Path, tmp_path: Path) -> None:
+def test_a_table_has_one_line_per_row(
+    line: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = reported(monkeypatch)
     view, records = screen(width=80), tmp_path / "records.jsonl"
     session = open_session(view, records=records)
     for typed in ("/length 8", "/drafter_kind loaded suffix", PROMPT, "/processor multinomial 1"):
         assert session.handle(typed) is Verdict.DONE
     assert session.handle(line.format(prompts=prompts, records=records)) is Verdict.DONE, view.take()
-    shown = session.harness.state.shown
-    assert shown is not None and shown.report is not None
-    assert (PROMPT in shown.report.headline) != ("{" in line) and shown.report.headline.startswith(line.split()[0])
-    rows = [finding.cells for finding in shown.findings if finding.cells]
+    report, findings = shown[-1]
+    assert (PROMPT in report.headline) != ("{" in line) and report.headline.startswith(line.split()[0])
+    rows = [finding.cells for finding in findings if finding.cells]
     view.take()
-    view.renderer.table(shown.report.headings, rows, shown.report.optional)
+    view.renderer.table(report.headings, rows, report.optional)
     lines = view.take()[0].splitlines()
     assert len(lines) <= len(rows) + 2, "\n".join(lines)
     assert [text.split()[0] for text in lines[-len(rows) :]] == [cells[0].split()[0] for cells in rows]
     assert all(len(text.rstrip()) <= 80 for text in lines)
 
 
-def test_a_transposed_table_has_one_line_per_heading() -> None:
+def test_a_transposed_table_has_one_line_per_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = reported(monkeypatch)
     view = screen(width=80)
     session = open_session(view)
     for typed in ("/length 24", PROMPT):
         assert session.handle(typed) is Verdict.DONE
     view.take()
     assert session.handle("/why") is Verdict.DONE
-    shown = session.harness.state.shown
-    assert shown is not None and shown.report is not None
     lines = view.take()[0].splitlines()
     first = next(index for index, text in enumerate(lines) if text.startswith("strategy "))
-    headings = shown.report.headings
+    headings = shown[-1][0].headings
     for heading, text in zip(headings, lines[first : first + len(headings)], strict=True):
         assert text.startswith(heading) and len(text.rstrip()) <= 80

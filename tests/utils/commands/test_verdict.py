@@ -13,11 +13,10 @@ from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
-from utils.commands.experiments.speed_model import TimeSplit, expected_tokens, limits, with_better_drafter
+from utils.commands.experiments.speed_model import TimeSplit, limits
 from utils.commands.verdicts import measurement
 from utils.commands.verdicts.wording import answer, tasks
 from utils.comparison import speed_claims
-from utils.comparison.recorded_runs import RECOMMENDED, read_records
 from utils.comparison.speed_claims import SpeedClaim
 from utils.config.arguments import parse_arguments
 from utils.decode.steps import FinishReason, Step
@@ -33,7 +32,7 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, tasks)}")
     assert row["drafter_kind"] == "model" and row["verdict"] == "faster" and row["accepted"] > 0
     assert row["interval"][0] > 1 and row["speedup"] == pytest.approx(
-        exp(np.mean([np.log(np.mean(one["speedups"])) for one in row["by_prompt"]])), rel=1e-6
+        exp(np.mean([np.log(np.mean(speedups)) for speedups in row["speedups_by_prompt"]])), rel=1e-6
     )
     assert row["speedup"] == pytest.approx(row["tokens_per_target_forward"], rel=0.2), "rounds of equal seconds"
     assert row["same_texts"] == row["prompts"] == 6 and "text identical on 6 of 6" in shown
@@ -47,10 +46,7 @@ def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.Mon
         and "--speculative-algorithm" in shown
     )
     assert max(length for _, length, _ in runs.made) <= 12
-    assert "speed-up over target-only, one dot per prompt" in shown and "story" in shown
-    measurements = read_records(tmp_path / "records.jsonl").runs
-    assert [one.strategy for one in measurements] == [RECOMMENDED, "target"] * 6
-    assert {one.prompt for one in measurements} <= set(TEXTS) and all(one.speedups for one in measurements[::2])
+    assert "By task: " in shown and "story" in shown
     before = session.settings
     assert session.handle("/verdict apply") is Verdict.DONE
     after = session.settings
@@ -84,7 +80,6 @@ def test_no_claim_without_an_accepted_draft(view: Screen, tmp_path: Path, monkey
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["interval"][0] > 1 and "does not help" in shown and "saved no forward" in shown
-    assert "noise" in shown, "the chart claims no speed-up either"
     assert "assistant_model" not in shown and session.handle("/verdict apply") is Verdict.FAILED
 
 
@@ -202,17 +197,9 @@ def rounds(*accepted: int, drafts: int = 4) -> Generation:
     return Generation(steps, 1.0, 0.1, FinishReason.LENGTH)
 
 
-def test_what_a_better_drafter_would_bring() -> None:
-    """Every position accepts half of its drafts: 1 + 1/2 + 1/4 + 1/8 + 1/16 tokens a round, and with 3/4 more."""
+def test_what_limits_a_speed_up() -> None:
     run = rounds(*([0] * 8 + [1] * 4 + [2] * 2 + [3] + [4]))
-    rates = [accepted / tried for accepted, tried in run.accepted_by_position]
-    assert rates == [0.5] * 4
-    assert expected_tokens(rates, run) == pytest.approx((1 - 0.5**5) / (1 - 0.5))
     split = TimeSplit(prefill=1.0, steps=4.0, verifying=1.0, drafting=2.0, other=0.0, target=16.0)
-    gains = with_better_drafter(split, run, 2.0)
-    assert gains["twice_as_fast"] == pytest.approx(2.0 * 8 / 7)
-    ratio = (1 - 0.5**5) / 0.5 / ((1 - 0.75**5) / 0.25)
-    assert gains["twice_as_accurate"] == pytest.approx(2.0 * 8 / (1 + 7 * ratio))
     causes = limits(split, run, 2.0)
     assert causes["drafting"] == pytest.approx(2 * 8 / 6) and causes["verifying"] == pytest.approx(2 * 8 / 7)
     assert causes["prefill"] == pytest.approx(2 * (15 / 16) / (7 / 8)) and causes["other"] == 2

@@ -46,23 +46,11 @@ def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_
     session = open_session(
         view, records=tmp_path / "records.jsonl", draft_seconds=lambda job: 0.5 * drafter_kind(job.drafter).uses_loaded
     )
-    for line in (
-        "/length 24",
-        "/gamma 4",
-        "/drafter_kind loaded chain suffix",
-        "one two one two three",
-        "/why",
-        "/whatif",
-    ):
+    for line in ("/length 24", "/gamma 4", "/drafter_kind loaded chain suffix", "one two one two three", "/whatif"):
         assert session.handle(line) is Verdict.DONE, view.take()
-    why, whatif = (record["findings"] for record in records_of(tmp_path / "records.jsonl")[-2:])
-    model, chain, suffix = (
-        next(row for row in why if row["strategy"].endswith(kind)) for kind in ("model", "chain", "suffix")
-    )
+    rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
+    speeds = {row["drafter"]: row["tokens_per_second"] for row in rows if row["gamma"] == 4}
     # Where the suffix drafter declines, the model drafts.
-    assert suffix["draft_cost"] == 0 < chain["draft_cost"] <= model["draft_cost"]
-    assert chain["predicted"] < suffix["predicted"]
-    speeds = {row["drafter"]: row["tokens_per_second"] for row in whatif if row["gamma"] == 4}
     assert speeds["model"] <= speeds["chain"] < speeds["suffix"] / 10
 
 
@@ -74,7 +62,7 @@ def test_the_screen_and_the_record(view: Screen, tmp_path: Path) -> None:
     assert all(words in shown for words in (*TABLE.headings, "speculative: ", "ngram: ", "/whatif"))
     report = records_of(tmp_path / "records.jsonl")[-1]
     rows = report["findings"]
-    assert [row["strategy"] for row in rows] == ["speculative", "ngram"] and all(row["predicted"] > 0 for row in rows)
+    assert [row["strategy"] for row in rows] == ["speculative", "ngram"]
     for row in rows:
         assert min(row["seconds"].values()) >= 0 and row["bottleneck"]
 

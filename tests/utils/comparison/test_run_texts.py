@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_runs import local_run
 
-from utils.comparison.run_texts import relation, start_of_context, start_of_difference
-from utils.comparison.runs import Run
+from utils.comparison.runs import Run, relation, start_of_context, start_of_difference
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation

@@ -10,7 +10,7 @@ from sampling import RULES, Rule
 from utils.commands.texts import NO_RUNS
 from utils.comparison.harness import NO_PROMPT_YET
 from utils.comparison.records import RecordFile, divergence_figures
-from utils.comparison.run_texts import REASONS
+from utils.comparison.runs import REASONS
 from utils.decode.noise import Noise
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict

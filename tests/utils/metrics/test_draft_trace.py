@@ -23,7 +23,7 @@ from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.metrics.draft_trace import DraftTrace, DraftTracer, TracedDrafter, contains, rank
 from utils.metrics.results import Generation, collect
 from utils.repl.runner import Verdict
-from utils.screen.debug_rounds import RATIO_LEVELS, legend, round_pieces, trace_lines
+from utils.screen.renderer import RATIO_LEVELS, legend, round_pieces, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
-from utils.comparison.run_texts import marked_text
 from utils.decode.steps import Step
 from utils.screen.wrapped_text import (
     Mark,
     MarkedPiece,
+    MarkedStream,
     WrappedText,
-    as_marked,
     from_character,
+    merged,
     plain_text,
 )
 from utils.text import decode, visible
@@ -37,7 +37,9 @@ def steps_of(ids: list[int], sizes: list[int]) -> list[Step]:
 
 
 def marked(steps: list[Step]) -> list[MarkedPiece]:
-    return as_marked(marked_text(steps, TOKENIZER))
+    stream = MarkedStream(TOKENIZER)
+    pieces = [piece for step in steps for piece in stream.add(step)]
+    return merged([*pieces, *stream.end()])
 
 
 @given(TEXTS, st.lists(st.integers(1, 5), max_size=10))

@@ -16,7 +16,6 @@ from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation, collect
-from utils.metrics.stopwatch import RoundTiming
 from utils.repl.runner import Verdict
 from utils.screen.run_view import PromptView
 
@@ -38,14 +37,13 @@ def drafted(text: str) -> list[Step]:
     return [Step((first,), 1, second) for first, second in zip(tokens[::2], tokens[1::2], strict=True)]
 
 
-def shown(view: Screen, *, debug: str = "off", live: bool = True, **texts: list[Step]) -> str:
+def shown(view: Screen, *, debug: str = "off", **texts: list[Step]) -> str:
     """The results on the screen after these runs."""
-    prompt = PromptView(view.renderer, TOKENIZER, Settings(debug=debug), live=live)
+    prompt = PromptView(view.renderer, TOKENIZER, Settings(debug=debug))
     for name, steps in texts.items():
         run_view = prompt.begin(arm_of(ROWS[name]))
         run_view.end(local_run(ROWS[name], collect(iter(steps), run_view.step)))
-    results, messages = view.take()
-    assert live or messages == "", "only a run that is going on shows how far it has got"
+    results, _ = view.take()
     return results
 
 
@@ -92,12 +90,12 @@ def test_a_text_that_ends_earlier_says_so(view: Screen) -> None:
 
 def test_accepted_drafts_are_coloured_and_explained_once() -> None:
     view = screen(colour=True)
-    first = shown(view, live=False, speculative=drafted("abab"))
+    first = shown(view, speculative=drafted("abab"))
     assert all(f"\x1b[1m\x1b[32m{letter}\x1b[0m" in first for letter in "a") and "accepted" in first
-    again = shown(view, live=False, speculative=drafted("abab"))
+    again = shown(view, speculative=drafted("abab"))
     assert "that the target accepted" in first and "that the target accepted" not in again
     unmarked = screen(colour=True)
-    assert "that the target accepted" not in shown(unmarked, live=False, target=plain("abab"))
+    assert "that the target accepted" not in shown(unmarked, target=plain("abab"))
     without = screen()
     result = shown(without, speculative=drafted("abab"))
     assert "\x1b" not in result and "that the target accepted" not in result and "abab" in result
@@ -128,24 +126,10 @@ def test_a_text_without_content_says_so(tokens: list[str], words: str, view: Scr
     assert words in shown(view, target=[Step((), 0, token) for token in numbers])
 
 
-def test_rounds_without_drafts_are_folded_with_their_total_time(view: Screen) -> None:
-    prompt = PromptView(view.renderer, TOKENIZER, Settings(debug="on"))
-    run_view = prompt.begin(arm_of(ROWS["ngram"]))
-    a, b = ids("ab")
-    steps = [Step((), 0, a), *[Step((b,), 0, a)], *[Step((), 0, b)] * 23, Step((a,), 1, b), Step((), 0, a)]
-    for step in steps:
-        run_view.step(step, RoundTiming(0.001, 0.01, 0.012))
-    run_view.end(local_run(ROWS["ngram"], Generation(tuple(steps), 1.0, 0.1, FinishReason.LENGTH)))
-    rounds = [line.split() for line in view.take()[0].splitlines() if " | other " in line]
-    assert [words[0] for words in rounds] == ["1", "2", "3", "26", "27"]
-    folded = " ".join(rounds[2])
-    assert "23 rounds" in folded and "draft 23.0 | verify 230.0 | other 23.0 ms | +23" in folded
-
-
 def test_debug_full_repeats_the_text_of_every_strategy_with_its_drafts() -> None:
     view = screen(colour=True)
     text = "abab"
-    result = shown(view, debug="full", live=False, speculative=drafted(text), ngram=drafted(text), target=plain(text))
+    result = shown(view, debug="full", speculative=drafted(text), ngram=drafted(text), target=plain(text))
     painted = "".join("\x1b[1m\x1b[32ma\x1b[0mb" for _ in range(2))
     assert result.count(painted) == 2 and result.count("= same text") == 1
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from fakes import screen
 
-from utils.screen.tables import transposed_rows
-
 HEADINGS = ("strategy", "tokens/s", "range", "speed-up", "tokens/forward", "verdict")
 ROWS = [
     ("speculative suffix", "30.9", "28.1-33.7", "1.31x", "2.10", "not distinguishable"),
@@ -43,10 +41,3 @@ def test_columns_that_are_not_optional_keep_every_word(width: int) -> None:
     for row in ROWS:
         for cell in (*row[:2], row[3], row[5]):
             assert all(word in words for word in cell.split()), cell
-
-
-def test_transposed_tables_are_split_where_the_screen_ends() -> None:
-    columns = [(name, "0.71 0.60 0.55") for name in ("speculative", "ngram", "suffix")]
-    assert [len(rows[0]) - 1 for rows in transposed_rows(("strategy", "accepted"), columns, 80)] == [3]
-    assert [len(rows[0]) - 1 for rows in transposed_rows(("strategy", "accepted"), columns, 50)] == [2, 1]
-    assert [len(rows[0]) - 1 for rows in transposed_rows(("strategy", "accepted"), columns, 9)] == [1, 1, 1]

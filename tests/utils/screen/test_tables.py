@@ -41,7 +41,7 @@ def test_no_word_of_a_table_is_broken(headings: tuple[str, ...], rows: list[tupl
         assert all(word in words for word in text.split()), (width, text)
 
 
-def test_frames_of_plots_are_ascii_on_an_ascii_screen() -> None:
+def test_frames_are_ascii_on_an_ascii_screen() -> None:
     file = TextIOWrapper(BytesIO(), encoding="ascii")
     renderer = Renderer(*[Console(file=file, width=80)] * 2, colour=False)
     renderer.data("┌─┐│·└┤ text")

@@ -1,17 +1,15 @@
-"""The results of races and sweeps: the figures of each group of prompts and arm, their table, chart and sentences."""
+"""The results of races and sweeps: the figures of each group of prompts and arm, their table and sentences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from utils.commands.experiments.race_runs import RaceItem, RaceResult, pooled_totals
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, marked
 from utils.comparison.arms import Arm, LocalArm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
-from utils.comparison.charts import DotChart, repeats_chart
-from utils.comparison.reports import Finding, shortened
-from utils.comparison.run_texts import text_figures
-from utils.comparison.runs import PREFIX
+from utils.comparison.reports import shortened
+from utils.comparison.runs import PREFIX, text_figures
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
@@ -35,17 +33,10 @@ NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
 NO_RIVAL = "No enabled strategy drafts, so there is nothing to compare."
 UNPAIRED = "{}: no speed-up over {}. It needs answers of both to the same prompts, token counts, and one host."
 OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
-# What to do next: after a gain, with too few runs, and otherwise.
-NEXT = (
-    "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts.",
-    f"Next: /race {REPEATS} tells whether the difference is real.",
-    "Next: /why shows what limits the speed-up.",
-)
-NEXT_OF_FILE = (
-    "Next: /whatif on a slow prompt, or /export report.html.",
-    "Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals.",
-    "Next: send one of the prompts, then /why shows what limits its speed-up.",
-)
+MORE_PROMPTS = "Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals."
+MORE_REPEATS = f"Next: /race {REPEATS} tells whether the difference is real."
+OWN_PROMPTS = "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts."
+LIMITS = "Next: /why shows what limits the speed-up of a prompt."
 
 
 def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTable:
@@ -183,17 +174,6 @@ def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:
     return list(by_prompt.values())
 
 
-def race_charts(findings: Sequence[Finding], over: str = "target-only") -> list[DotChart]:
-    """The speed-up of each prompt or repeat: all prompts first, then each task."""
-    rows = sorted(figures_of(findings), key=lambda row: bool(row["task"] != ALL_TASKS))
-    several = len({row["task"] for row in rows}) > 1
-    named = [(f"{row['strategy']}, {row['task']}" if several else row["strategy"], row) for row in rows]
-    one = max(row["prompts"] for row in rows) == 1
-    if not one and all(row["verdict"] == BASELINE or not row["speedups"] for row in rows):
-        return []
-    return [repeats_chart(named, "run" if one else "prompt", over)]
-
-
 def race_conclusion(rows: Sequence[Row], prompts: int | None = None) -> list[str]:
     """Which arms are faster, over all prompts and by task, whether texts are equal, and what to do next.
 
@@ -281,7 +261,8 @@ def _next(rows: Sequence[Row], *, of_file: bool) -> list[str]:
     if not rivals or all(row["speedup"] is None for row in rows):
         return [NO_TARGET if rivals else NO_RIVAL]
     verdicts = {row["verdict"] for row in rivals}
-    gain, few, other = NEXT_OF_FILE if of_file else NEXT
-    # The verdict on one prompt is clear after enough repeats. More prompts also help where nothing is distinguishable.
-    is_unclear = FASTER not in verdicts and verdicts != {SLOWER} if of_file else TOO_FEW in verdicts
-    return [few if is_unclear else gain if FASTER in verdicts else other]
+    if of_file and FASTER not in verdicts and verdicts != {SLOWER}:
+        return [MORE_PROMPTS]
+    if not of_file and TOO_FEW in verdicts:
+        return [MORE_REPEATS]
+    return [OWN_PROMPTS if FASTER in verdicts and not of_file else LIMITS]

@@ -4,14 +4,14 @@ The speed of a machine drifts. So arms are warmed up first, take turns at going 
 of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
 from utils.comparison.arms import Arm, ServerArm, complete
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Note, Progress, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
 from utils.comparison.runs import Run, compare_run
 from utils.comparison.warm_up import shortened, warm_up
 from utils.config.settings import Settings
@@ -35,11 +35,6 @@ Item = TypeVar("Item")
 def rotated(items: Sequence[Item], start: int) -> list[Item]:
     """All items in order, beginning at index `start` modulo their number."""
     return [items[(index + start) % len(items)] for index in range(len(items))]
-
-
-def time_left(seconds: Sequence[float], remaining: int) -> str:
-    """The end of a progress sentence, estimated from the seconds of the finished parts. It is empty without any."""
-    return f", about {sum(seconds) / len(seconds) * remaining:.0f} s left" if seconds else ""
 
 
 def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable[Finding]]) -> Iterator[ReportEvent]:
@@ -197,8 +192,7 @@ class ArmRace:
             yield Note(ONLY_FIRST_TURNS)
         yield Progress("warming up ...")
         self._warm_up()
-        seconds: list[float] = []
-        total = len(self.items) * self.repeats
+        countdown, total = Countdown(), len(self.items) * self.repeats
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
             # The prompts of a file keep their order; the values of a sweep take turns.
@@ -206,10 +200,8 @@ class ArmRace:
                 done = repeat * len(self.items) + place
                 where = f"{item.group}, " if len({one.group for one in self.items}) > 1 else ""
                 where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
-                yield Progress(f"{where}{time_left(seconds, total - done)} ...")
-                spent = yield from self.run(item, repeat)
-                # A refused prompt does not predict how long the others take.
-                seconds += [] if spent is None else [spent]
+                yield countdown.progress(done / total, where)
+                yield from self.run(item, repeat)
         if not self.results:
             raise UserError("none of the prompts could be run.")
 
@@ -228,14 +220,14 @@ class ArmRace:
                     with suppress(UserError):  # reported when the prompt is run
                         complete(arm.run(item.prompt.text, shortened(item.settings), item.history))
 
-    def run(self, item: RaceItem, repeat: int) -> Generator[Note, None, float | None]:
-        """Run an item by all arms that are present. Returns the seconds, or None without an answer."""
+    def run(self, item: RaceItem, repeat: int) -> Iterator[Note]:
+        """Run an item by all arms that are present."""
         try:
             if self._has_file and any(arm.strategy is not None for arm in item.arms):
                 check_prompt(self.harness, item.prompt, item.settings)
         except UserError as error:
             yield from self._note(f"Prompt {item.number} is left out. {error}")
-            return None
+            return
         present = [arm for arm in item.arms if not self.is_gone(arm)]
         place = self.places.get(item.number, len(self.places))
         runs: dict[str, tuple[Run, ...]] = {}
@@ -250,7 +242,7 @@ class ArmRace:
             if self.is_gone(arm):
                 yield from self._note(GONE.format(arm.name, MOST_FAILURES))
         if not runs:
-            return None
+            return
         self.places[item.number] = place
         # Only complete items are added, so Ctrl-C cannot leave a run without its baseline's.
         results = RaceResult.of(item, repeat, [(arm, runs[arm.name]) for arm in present if arm.name in runs])
@@ -258,7 +250,6 @@ class ArmRace:
         for one in results:
             if (address := one.ours[0].address) is not None and one.comparisons:
                 self.harness.state.servers.note_text(address.name, item.prompt.text, one.comparisons[0].same)
-        return sum(run.seconds for turns in runs.values() for run in turns)
 
     def is_gone(self, arm: Arm) -> bool:
         """Whether a server does not answer any more."""

@@ -1,5 +1,5 @@
-"""The model of a speculative run's time: predictions for /why, /whatif and the choice of /verdict, and what limits a
-measured run.
+"""The model of a speculative run's time: predictions for /whatif and the choice of /verdict, and what limits a measured
+run. The rounds of every gamma on a finished text come from the decoding loop itself.
 
 Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + c k decode steps, where
 v(k) is the extra time of a verify pass with k drafts and c the time of one draft. The time of a decode step comes from
@@ -7,22 +7,31 @@ the target's own run.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import mean
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+import torch
+
+from sampling import RULES
+from sampling.counterfactual import FinishedText, RecordedDrafter, chain_single_drafts, drafts_along, replay
+from utils.bounds import AUTO_GAMMA
 from utils.commands.shared.columns import Row
-from utils.comparison.gamma_replay import ReplayProgress, replay_events
 from utils.comparison.job import Job
 from utils.comparison.reports import Countdown, Progress
 from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import Strategy
+from utils.decode.drafts import Draft
+from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation, pooled
 from utils.metrics.stopwatch import RoundTiming
+from utils.pairs.drafter_kinds import BuiltDrafter, Replay
 
+# Its noise is keyed by position alone, so a draft does not depend on where its round began.
+RULE = RULES["coupled"]
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 CAUSES = {
     "drafting": "the cost of drafting",
@@ -68,23 +77,81 @@ def target_run(last: LastPrompt) -> Generation:
     raise UserError("the target's own run is needed: turn it on with /target on, and send a prompt.")
 
 
-def drafting_cost(timings: Sequence[RoundTiming], costs: Costs, kind: str | None, prompt: int) -> float:
-    """The drafting time of a run in decode steps: every draft at the cost of its drafter kind, and reading the prompt
-    once for each kind.
-    """
-    readers = {timing.kind or kind for timing in timings if timing.drafts}
-    reading = sum(costs.reading_cost(reader, prompt) for reader in readers)
-    return reading + sum(timing.drafts * costs.draft_cost(timing.kind or kind) for timing in timings)
-
-
-def costs_of_run(costs: Costs | None, prompt: int, tokens: int) -> Costs:
-    """The costs in the middle of a run. Times grow linearly with the context, so these are the mean costs."""
-    return (costs or Costs()).at(prompt + tokens // 2)
-
-
 def gamma_text(gamma: int | None) -> str:
     """A draft length in words."""
     return "auto" if gamma is None else str(gamma)
+
+
+class GammaRounds(NamedTuple):
+    """The rounds of one strategy with one gamma; None is adaptive. `timings` have numbers of drafts, but no times."""
+
+    strategy: Strategy
+    gamma: int | None
+    steps: list[Step]
+    timings: list[RoundTiming]
+
+
+class ReplayProgress(NamedTuple):
+    """How much of the work for one strategy is done, from 0 to 1."""
+
+    strategy: Strategy
+    fraction: float
+
+
+def replay_events(
+    job: Job, strategies: Sequence[Strategy], tokens: list[int]
+) -> Iterator[GammaRounds | ReplayProgress]:
+    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`, with progress
+    in between.
+
+    All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
+    cannot be run.
+    """
+    needs_features = any(strategy.needs_drafter for strategy in strategies)
+    text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
+    for strategy in strategies:
+        # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
+        longest = _build(job, strategy, AUTO_GAMMA)
+        drafts: list[Draft] = []
+        if longest.replay is not Replay.NEVER:
+            at_once = AUTO_GAMMA if longest.replay is Replay.BY_ROUND else 1
+            for draft in drafts_along(text, longest.drafter, at_once):
+                drafts.append(draft)
+                yield ReplayProgress(strategy, len(drafts) / (len(tokens) + AUTO_GAMMA))
+        recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
+        for gamma in range(AUTO_GAMMA + 1):
+            drafter = recorded or _build(job, strategy, gamma).drafter
+            yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
+            if not recorded:
+                yield ReplayProgress(strategy, (gamma + 1) / (AUTO_GAMMA + 2))
+        adaptive = _build(job, strategy, None).drafter
+        yield GammaRounds(strategy, None, *replay(text, adaptive, job.decoding, gamma=AUTO_GAMMA))
+
+
+@torch.no_grad()
+def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> FinishedText:
+    """Run the target once over the prompt and a finished text. Raises UserError for an unusable prompt."""
+    session = ModelSession(job.pair.target, use_cache=False, rewinds=False, features=features)
+    context = session.begin(job.prompt)
+    logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))  # (T, V); nothing follows the last token
+    return FinishedText(
+        list(job.prompt), context, tokens, logits, session.take_features(), session.name, session.context_length
+    )
+
+
+def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
+    """The recorded drafts as rounds."""
+    if built.replay is Replay.BY_ROUND:
+        return drafts
+    return [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
+
+
+def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
+    """A separate drafter that works on copies of the storage and of earlier texts."""
+    caches = replace(job.caches, texts=deepcopy(job.caches.texts))
+    settings = replace(job.settings, gamma=gamma)
+    own = replace(job, storage=deepcopy(job.storage), caches=caches, prefills=None, settings=settings)
+    return strategy.build_drafter(own.with_observers(None), RULE)
 
 
 class Prediction(NamedTuple):
@@ -104,15 +171,19 @@ def predictions(
 
     Raises UserError if the run has fewer than two tokens.
     """
-    timing, tokens = TargetTiming.of(run), run.tokens
-    costs, countdown = costs_of_run(job.settings.costs, len(job.prompt), len(tokens)), Countdown()
+    timing, tokens, prompt = TargetTiming.of(run), run.tokens, len(job.prompt)
+    # Times grow linearly with the context, so the costs in the middle of the run are the mean costs.
+    costs, countdown = (job.settings.costs or Costs()).at(prompt + len(tokens) // 2), Countdown()
     for event in replay_events(job, strategies, tokens):
         if isinstance(event, ReplayProgress):
             done = (strategies.index(event.strategy) + event.fraction) / len(strategies)
             yield from countdown.at(done, f"{where} {event.strategy.name}, {done:.0%} done")
             continue
         strategy, gamma, steps, timings = event
-        drafting = drafting_cost(timings, costs, strategy.drafter_label(job.pair), len(job.prompt))
+        # Every draft at the cost of its drafter kind, which also reads the prompt once.
+        drafts = [(timing.kind or strategy.drafter_label(job.pair), timing.drafts) for timing in timings]
+        drafting = sum(count * costs.draft_cost(kind) for kind, count in drafts)
+        drafting += sum(costs.reading_cost(kind, prompt) for kind in {kind for kind, count in drafts if count})
         seconds = timing.predict(steps, costs, drafting)
         yield Prediction(strategy, gamma, steps, seconds, timing.alone(len(tokens)) / seconds)
 
@@ -150,12 +221,6 @@ class TimeSplit:
     def total(self) -> float:
         return self.prefill + self.steps + self.verifying + self.drafting + self.other
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """Shares of the total time."""
-        names = ("prefill", "steps", "verifying", "drafting", "other")
-        return {name: getattr(self, name) / self.total if self.total else 0.0 for name in names}
-
 
 def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
     """The speed-up without each cause of lost time, by cause."""
@@ -174,36 +239,8 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
     return gains
 
 
-def with_better_drafter(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
-    """The speed-up with the same drafts at half the cost, and with half the rejections at the same cost.
-
-    Half the rejections: at every position of a round, the probability that a draft is rejected, given that all drafts
-    before it are accepted, is halved.
-    """
-    rates = [accepted / tried if tried else 0.0 for accepted, tried in run.accepted_by_position]
-    now = expected_tokens(rates, run)
-    better = expected_tokens([(1 + rate) / 2 for rate in rates], run)
-    total, decoding = split.total, split.total - split.prefill
-    return {
-        "twice_as_fast": speedup * total / max(total - split.drafting / 2, 1e-9),
-        "twice_as_accurate": speedup * total / max(split.prefill + decoding * now / better, 1e-9),
-    }
-
-
-def expected_tokens(rates: Sequence[float], run: Generation) -> float:
-    """Expected tokens per round by the acceptance rates of the positions: 1 + a1 + a1 a2 + ...
-
-    With one rate a for all positions this is (1 - a^(g+1)) / (1 - a). It is averaged over the numbers of drafts.
-    """
-    reached, sums = 1.0, [1.0]
-    for rate in rates:
-        reached *= rate
-        sums.append(sums[-1] + reached)
-    return mean(sums[len(step.drafted)] for step in run.steps)
-
-
 def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
-    """Drafts, costs and limits of runs beside the target's, and the gain from a better drafter."""
+    """Drafts, costs and limits of runs beside the target's."""
     run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
     drafts = sum(part.drafts for ours, _ in pairs for part in ours.timings)
     figures: dict[str, Any] = {
@@ -216,15 +253,13 @@ def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float
         "accepted_by_position": [list(position) for position in run.accepted_by_position],
     }
     if split is None or not split.steps:
-        return figures | dict.fromkeys(("draft_cost", "verify_cost", "time", "limits", "better_drafter", "bottleneck"))
+        return figures | dict.fromkeys(("draft_cost", "verify_cost", "limits", "bottleneck"))
     step, gains = split.steps / len(run.steps), limits(split, run, speedup)
     declines = run.declined_rounds > MANY_DECLINED * len(run.steps)
     return figures | {
         "draft_cost": split.drafting / drafts / step if drafts else None,
         "verify_cost": 1 + split.verifying / split.steps,
-        "time": split.shares,
         "limits": gains,
-        "better_drafter": with_better_drafter(split, run, speedup),
         "bottleneck": "no drafts" if declines else max(gains, key=gains.__getitem__),
     }
 

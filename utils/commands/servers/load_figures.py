@@ -1,8 +1,8 @@
-"""What /server load has measured: cells of servers or draft lengths and loads, their tables, charts and sentences, the
-best draft length of each load, and the records of requests.
+"""What /server load has measured: cells of servers or draft lengths and loads, their tables and sentences, the best
+draft length of each load, and the records of requests.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import ceil, isfinite
@@ -11,7 +11,6 @@ from typing import Any
 
 from utils.commands.experiments.race_results import OTHER_REASON
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
-from utils.comparison.charts import Chart, LineChart
 from utils.comparison.reports import Finding, ReportTable
 from utils.comparison.speed_claims import (
     FASTER,
@@ -452,25 +451,3 @@ def _crossing(rows: Sequence[Row]) -> list[str]:
     if slower is not None:
         return [STOPS.format(f"{load.value:g}", f"{Load.of(slower).value:g}", load.unit)]
     return [NO_GAIN.format(f"{load.value:g} request{'s' * (load.value != 1)}", load.unit)] if later else []
-
-
-def load_charts(findings: Sequence[Finding]) -> list[Chart]:
-    """Throughput and the median time per token over the load."""
-    rows = figures_of(findings)
-    loads = sorted({Load.of(row) for row in rows}, key=lambda load: load.value)
-    if len(loads) < 2:
-        return []
-    ticks, axis = [f"{load.value:g}" for load in loads], f"requests {loads[0].unit}"
-    by_server: dict[str, dict[Load, Row]] = {}
-    for row in rows:
-        by_server.setdefault(_label(row), {})[Load.of(row)] = row
-
-    def series(value: Callable[[Row], float | None]) -> dict[str, list[float | None]]:
-        """The values by load, with None for a load that was not measured."""
-        return {name: [value(own[load]) if load in own else None for load in loads] for name, own in by_server.items()}
-
-    times = series(lambda row: row["token_seconds"] and 1000 * row["token_seconds"][0])
-    return [
-        LineChart("throughput, tokens/s of all requests", axis, ticks, series(lambda row: row["tokens_per_second"])),
-        LineChart("milliseconds per token after the first, median", axis, ticks, times),
-    ]

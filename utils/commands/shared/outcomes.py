@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ngram_assisted import NGramStorage
-from utils.comparison.reports import Column, Report
+from utils.comparison.reports import Report
 from utils.config.settings import Settings
 from utils.pairs.request import PairRequest
 from utils.servers.address import ServerAddress
@@ -34,13 +34,6 @@ class ShowTable:
 
     headings: Sequence[str]
     rows: Sequence[tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class ShowTexts:
-    """Show texts side by side."""
-
-    columns: Sequence[Column]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +90,6 @@ class Action(Enum):
 
 
 Effect = (
-    Reply
-    | ShowRows
-    | ShowTable
-    | ShowTexts
-    | ChangeSettings
-    | UseStorage
-    | UsePair
-    | UseServers
-    | RunLines
-    | RunReport
-    | Action
+    Reply | ShowRows | ShowTable | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
 )
 Outcome = Sequence[Effect]

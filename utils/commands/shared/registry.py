@@ -35,8 +35,8 @@ ALIASES = {
 class CommandContext:
     """What a command may read.
 
-    `facts` makes (name, value) pairs that describe the loaded models, for /show. `interactive` is True if lines are
-    typed on a terminal.
+    `facts` makes (name, value) pairs that describe the loaded models, for /show. `page` makes an
+    HTML page of what was shown.
     """
 
     settings: Settings
@@ -45,7 +45,7 @@ class CommandContext:
     limits: Limits = field(default_factory=Limits)
     facts: Callable[[], tuple[tuple[str, str], ...]] = lambda: ()
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
-    interactive: bool = True
+    page: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ BUSY = (
     "The engines were compared while this machine was busy (a decode step took {:.0f} ms, now {:.0f}): /engine test "
     "compares them again."
 )
-NOT_COMPARED = "The engines were not compared: /engine auto does that, or /engine test where auto is set already."
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
@@ -87,7 +86,7 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
     hint = "" if row.has_effect(settings) else f"   ({NO_EFFECT.format(row.needs)})"
     if name == "chat" and settings.chat is not False and not settings.chat_template:
         hint = f"   ({NO_TEMPLATE})"
-    processor = _processor(row, settings) + _implied(row, before, settings)
+    processor = _processor(row, settings)
     return [ChangeSettings(settings, f"{name}: {row.describe(settings)}{was}{processor}{hint}")]
 
 
@@ -107,18 +106,6 @@ def _shown(row: Setting, context: CommandContext) -> Outcome:
 def _processor(row: Setting, settings: Settings) -> str:
     """The whole processor, if the setting is a part of it."""
     return f"; processor: {setting_fields()['processor'].show(settings)}" if row in SAMPLING_PARTS else ""
-
-
-def _implied(row: Setting, before: Settings, settings: Settings) -> str:
-    """Other parts of the processor that a change of one part has changed."""
-    if row not in SAMPLING_PARTS:
-        return ""
-    old, new = before.processor, settings.processor
-    if row.name != "temperature" and old.effective_temperature != new.effective_temperature:
-        return f" (at temperature {new.effective_temperature:g}, because greedy has no {row.name})"
-    others = [part for part in SAMPLING_PARTS[1:] if part is not row]
-    dropped = [part.name for part in others if part.get(before) and not part.get(settings)]
-    return f" (greedy has no {' and no '.join(dropped)})" if dropped else ""
 
 
 def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
@@ -144,8 +131,6 @@ def engine_notes(engine: Engine) -> Iterator[str]:
         fastest = max(speeds, key=lambda name: speeds[name])
         if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
-    elif any(name != used and name not in table for name in engine.candidates()):
-        yield NOT_COMPARED
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
     yield from busy_notes(engine)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.race_results import race_row, race_rows, speedups_by_prompt
-from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult, pooled_totals
+from utils.commands.experiments.race_results import race_rows, speedups_by_prompt
+from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult
 from utils.comparison.arms import Arm, complete
-from utils.comparison.benchmark_tables import BenchmarkSample
 from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.setting_table import setting_fields
@@ -63,11 +62,6 @@ class PromptPlan:
     tuning: tuple[Prompt, ...]
     divided: bool = True
     left_out: int = 0
-
-    @property
-    def total(self) -> int:
-        """The number of available prompts."""
-        return len(self.measured) + self.left_out + (len(self.tuning) if self.divided else 0)
 
 
 def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
@@ -227,40 +221,30 @@ class Measurement:
 
     def _progress(self, passed: int, place: int, began: float) -> str:
         """The interval so far, an estimate of the remaining time, and the current prompt."""
-        prompts, finished, parts = len(self.running), len(self.pairs), []
+        prompts, parts = len(self.running), []
         if self.speedups:
             interval = speedup_interval(self.speedups, these_prompts=self.is_repeated)
-            shown = finished >= PROVISIONAL and interval.is_bounded
+            shown = len(self.pairs) >= PROVISIONAL and interval.is_bounded
             bounds = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if shown else ""
             parts.append(f"{interval.estimate:.2f}x so far{bounds}")
-        if finished:
-            # Until the end of the last pass that fits into the time.
-            spent = self.clock.seconds - began
-            whole = prompts * spent / finished
-            passes = min(MOST_PASSES, max(1, int((TOTAL_SECONDS - began) / whole))) if whole else 1
-            parts.append(f"at most {max(1.0, passes * whole - spent):.0f} s left")
+            left = max(0.0, TOTAL_SECONDS - (self.clock.seconds - began))
+            parts += [f"about {left:.0f} s left"] if left else []
         where = f"prompt {place + 1} of {prompts}{f', pass {passed + 1}' if passed else ''}"
         return " · ".join([*parts, f"{self.label}, {where if prompts > 1 else f'repeat {passed + 1}'}"])
 
     def candidate_row(self, plan: PromptPlan, settings: Settings) -> Row:
         """The figures that every candidate has. `settings` are the session's."""
         pairs, repeated = self.pairs, self.is_repeated
-        sample = BenchmarkSample.chosen([one.item.prompt for one in pairs], plan.total)
-        by_task = list(race_rows(pairs, [self.candidate], sample, these_prompts=repeated))
-        whole, benchmark = by_task[-1], ("task", "strategy", "prompts", "drafted", "benchmark")
-        by_prompt: dict[int, list[RaceResult]] = {}
-        for one in pairs:
-            by_prompt.setdefault(one.item.number, []).append(one)
+        by_task = list(race_rows(pairs, [self.candidate], these_prompts=repeated))
+        whole = by_task[-1]
         return {
             **whole,
             "runs": sum(len(one.ours) for one in pairs),
             "pairs": len(pairs),
             "passes": 1 + max(one.repeat for one in pairs),
             "interval_over": "repeats" if repeated or whole["prompts"] == 1 else "prompts",
-            "by_prompt": [_prompt_row(group) for group in by_prompt.values()],
             "tasks": {one["task"]: one for one in by_task[:-1] or by_task if one["speedup"]},
             "conversations": len({one.item.number for one in pairs if len(one.ours) > 1}),
-            "benchmark": [{name: row[name] for name in benchmark} for row in by_task] if sample.name else None,
             "divided": plan.divided,
             "source": plan.source,
             "left_out": plan.left_out,
@@ -269,11 +253,3 @@ class Measurement:
             "length": self.settings.length,
             "length_setting": settings.length,
         }
-
-
-def _prompt_row(pairs: Sequence[RaceResult]) -> Row:
-    """The figures of one prompt."""
-    item = pairs[0].item
-    theirs = [pooled_totals(one.theirs).tokens_per_second for one in pairs]
-    names = {"number": item.number, "prompt": item.prompt.text, "target_tokens_per_second": theirs}
-    return race_row(item.group, pairs) | names

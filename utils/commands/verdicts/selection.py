@@ -329,7 +329,6 @@ class DrafterSelection:
             "commands": chosen.commands(settings),
             "best_fixed_gamma": best_fixed.gamma,
             "considered": {self._name(one): one.predicted for one in best_of_each(self.candidates, pair)},
-            "trials": sum(bool(race.results) for race in self.races),
             "not_tried": [kind_name(one, pair) for one in self.strategies if one.name not in replayed],
             "skipped": [*self.skipped, *measurement.race.notes, *cannot],
         }

@@ -8,7 +8,6 @@ from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Ro
 from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, rough, star
 from utils.text import byte_size
 
-WIDE = 1.1  # more prompts would help an interval whose ends have a larger ratio
 SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
 LITTLE_GAIN, MIN_PROMPTS = 1.02, 3  # a task does not profit if its interval over so many prompts is below this gain
 
@@ -45,14 +44,8 @@ def _memory(row: Row) -> str:
 
 def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. `row` has the figures of the candidate's finding."""
-    lines = [answer(row), *_more_prompts(row), conditions(row), *tasks(row)]
-    if row.get("bottleneck"):
-        gains = row["better_drafter"]
-        lines += [
-            f"The bottleneck is {bottleneck(row)}.",
-            f"A drafter twice as fast would bring about {gains['twice_as_fast']:.1f}x, one twice as accurate (half as "
-            f"many rejections at each position) about {gains['twice_as_accurate']:.1f}x, with unchanged draft lengths.",
-        ]
+    lines = [answer(row), conditions(row), *tasks(row)]
+    lines += [f"The bottleneck is {bottleneck(row)}."] if row.get("bottleneck") else []
     return [*lines, *other_reasons([row]), *_selection(row), *row["skipped"], *_apply(row)]
 
 
@@ -94,13 +87,6 @@ def helps(row: Row) -> bool:
     return bool(row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
 
 
-def _more_prompts(row: Row) -> list[str]:
-    """How to get a clearer answer if the interval is wide and contains 1."""
-    bounds = row["interval"]
-    clear = bounds is None or row["verdict"] in (FASTER, SLOWER) or bounds[1] < WIDE * bounds[0]
-    return [] if clear else ["More prompts of your own narrow the interval: /verdict FILE."]
-
-
 def conditions(row: Row) -> str:
     """The conditions of the measurement."""
     servers = "baseline" in row
@@ -112,7 +98,6 @@ def conditions(row: Row) -> str:
         f"{row['conversations']} of the prompts were conversations of several turns.": row["conversations"],
         "Every prompt began a new conversation.": row["turns"] and not servers,
         f"{row['left_out']} further prompts were left out.": row["left_out"],
-        "/server load shows many requests at once.": servers,
     }
     measured = (
         f"Measured: whole {what}, up to {row['length']} new tokens{shorter}, {row['processor']}, {where}, in turns "
@@ -147,8 +132,6 @@ def _selection(row: Row) -> list[str]:
     on = "other prompts" if row["divided"] else "runs that are not counted"
     how = "Measured" if "baseline" in row else "Predicted"
     lines = [f"{how} on {on}: {shown}."] if len(row["considered"]) > 1 else []
-    if lines and row.get("trials"):
-        lines[0] += f" Trial runs of the best {row['trials']}: {row['candidate']} was the fastest."
     if row.get("not_tried"):
         lines.append(f"There was no time to replay: {', '.join(row['not_tried'])}.")
     return lines
