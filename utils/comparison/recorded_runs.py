@@ -30,7 +30,6 @@ CIRCUMSTANCES = {
         "device",
         "quantize",
         "drafter_dtype",
-        "drafter_device",
         "drafter_quantize",
     ),
     "engine": ("kind", "weights", "threads"),

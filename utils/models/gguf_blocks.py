@@ -169,21 +169,6 @@ def _q4_1(blocks: Tensor) -> _Blocks:
     return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _floats(blocks, 0), _floats(blocks, 2), 4)
 
 
-def _q5_0(blocks: Tensor) -> _Blocks:
-    scale = _floats(blocks, 0)
-    return _Blocks(_fifth_bits(blocks[:, 2:6]) | _fields(blocks[:, 6:], 16, 4).flatten(1), scale, -16 * scale, 5)
-
-
-def _q5_1(blocks: Tensor) -> _Blocks:
-    values = _fifth_bits(blocks[:, 4:8]) | _fields(blocks[:, 8:], 16, 4).flatten(1)
-    return _Blocks(values, _floats(blocks, 0), _floats(blocks, 2), 5)
-
-
-def _fifth_bits(data: Tensor) -> Tensor:
-    """Return bit i of four bytes as 16 times value i: (B, 4) -> (B, 32)."""
-    return _fields(data, 1, 1).flatten(1) << 4
-
-
 def _q8_0(blocks: Tensor) -> _Blocks:
     return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _floats(blocks, 0), None, 8)
 
@@ -215,8 +200,6 @@ def _q6_k(blocks: Tensor) -> _Blocks:
 UNPACKERS: dict[str, tuple[Callable[[Tensor], _Blocks], int]] = {
     "Q4_0": (_q4_0, 18),
     "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
     "Q8_0": (_q8_0, 34),
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),

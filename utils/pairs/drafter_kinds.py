@@ -18,7 +18,7 @@ from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import MaskedSession
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
-from utils.decode.layer_cut import first_layers
+from utils.decode.layer_cut import check_depth, first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.drafter_formats.pard import drafting_block
@@ -108,8 +108,10 @@ class DrafterKind:
     keeps_texts: bool = False
     parts: tuple[str, ...] = ()
 
-    def check_pair(self, pair: Pair) -> None:
-        """Raise UserError if the pair's drafter is of a different kind."""
+    def check_pair(self, pair: Pair, word: str) -> None:
+        """Raise UserError if the pair's drafter is of a different kind, or the target has too few layers for a cut."""
+        if self.cuts_target and word != pair.drafter_kind:
+            check_depth(pair.target, int(word.removeprefix(LAYERS)))
         if self.loaded_as and pair.drafter is not None and self.loaded_as != _kind_word(pair):
             raise UserError(
                 f"The loaded drafter is {pair.drafter_kind}, not {self.loaded_as}: start with a different --drafter."

@@ -38,7 +38,6 @@ from utils.text import quoted_text, unescape
 MAX_NESTED_FILES = 8
 # Typed without a slash they are also commands; hardly anyone wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
-LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 
 
 class ReplSession:
@@ -51,7 +50,6 @@ class ReplSession:
         be used.
         """
         self._tools, self._renderer = tools, tools.renderer
-        self._lone_word_noted = False
         self.succeeded = ""  # the last command, if it did what it says
         self._nested_files = 0  # /run files that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
@@ -86,8 +84,7 @@ class ReplSession:
         renderer, loaded = self._renderer, self._loaded
         if not self._tools.interactive:
             loaded.introduce(renderer.note)
-            if loaded.pair is not None:
-                loaded.warming.plan()
+            loaded.warming.is_planned = loaded.pair is not None
             return
         servers = self.harness.state.servers.addresses
         if loaded.pair is None:
@@ -126,16 +123,9 @@ class ReplSession:
             return self._guarded(self._run_command, line, at_once=self.commands.is_at_once(line))
         word = line.strip().lower()
         if word in LONE_WORDS and not line[0].isspace():
-            self._note_lone_word(line.strip())
             return self._guarded(self._run_command, LONE_WORDS[word], at_once=True)
         # A lone word after a blank is sent without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
-
-    def _note_lone_word(self, word: str) -> None:
-        """Show once how to send such a word to the models."""
-        if not self._lone_word_noted:
-            self._renderer.note(LONE_WORD.format(word))
-        self._lone_word_noted = True
 
     def send(self, text: str) -> Verdict:
         """Run a prompt without changes, even if it looks like a command."""

@@ -84,9 +84,9 @@ def test_a_kind_that_the_pair_does_not_have_is_refused() -> None:
     for kind in DRAFTER_KINDS:
         if kind.loaded_as not in ("", "model"):
             with pytest.raises(UserError, match=f"model.*{kind.loaded_as}"):
-                kind.check_pair(pair)
-        else:
-            kind.check_pair(pair)
+                kind.check_pair(pair, kind.name)
+        elif not kind.cuts_target:
+            kind.check_pair(pair, kind.name)
 
 
 def test_records_and_costs_name_the_kind_of_the_loaded_drafter() -> None:

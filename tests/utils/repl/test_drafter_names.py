@@ -9,7 +9,7 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, eagle3_tensors, speculators_config, write_checkpoint
 from fakes import Screen, open_session, records_of
-from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
+from mtp_checkpoints import qwen_layers, tiny_mellum, write_target
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
@@ -30,7 +30,7 @@ def eagle3_pair(root: Path) -> Any:
 
 
 def mtp_pair(root: Path) -> Any:
-    target = tiny_qwen3(vocab_size=300)
+    target = tiny_mellum(vocab_size=300)
     return write_target(root / "target", target, qwen_layers(target), tiny_tokenizer()), "mtp"
 
 
@@ -59,9 +59,9 @@ def test_one_word_selects_all_drafters_that_read_hidden_states(tmp_path: Path) -
     pair = load(*eagle3_pair(tmp_path))
     assert {drafter_label(word, pair) for word in ("loaded", "head")} == {"EAGLE-3"}
     assert surviving_kinds(("head", "model"), pair) == ("head",)
-    drafter_kind("head").check_pair(pair)
+    drafter_kind("head").check_pair(pair, "head")
     with pytest.raises(UserError, match="EAGLE-3, not model"):
-        drafter_kind("model").check_pair(pair)
+        drafter_kind("model").check_pair(pair, "model")
 
 
 def test_options_of_other_drafters_are_refused_with_the_format(tmp_path: Path) -> None:
