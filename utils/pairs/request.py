@@ -16,12 +16,12 @@ from utils.errors import UserError, check_choice
 
 # Names of drafter kinds, see drafter_kinds.
 LOADED = "loaded"  # the drafter that the pair was loaded with
-MODEL = "model"
+MODEL = "model"  # the kind of a loaded drafter model
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
-PARD = "PARD"  # a model that drafts blocks; to /drafter_kind it is a model
+PARD = "PARD"  # a model that drafts blocks
 HEAD = "head"  # the draft head of the embedded target
-DRAFTERS = (LOADED, MODEL, HEAD, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
+DRAFTERS = (LOADED, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
     "dtype": ("auto", *DTYPES),

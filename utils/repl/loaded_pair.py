@@ -361,7 +361,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         pair = tools.load(request, announce)
         note(loaded_message(pair))
         announce(STARTING_ENGINE.format(before.engine))
-        kinds = surviving_kinds(before.drafter_kind, pair)
+        kinds = surviving_kinds(before.drafter_kind)
         # costs=None, because the old costs belong to the old pair.
         loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
         loaded.introduce(note)

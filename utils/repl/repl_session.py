@@ -6,7 +6,7 @@ this package load pairs, change settings, and run prompts and reports.
 
 from collections.abc import Callable, Sequence
 
-from utils.commands import CommandContext, Outcome, Registry
+from utils.commands import CommandContext, Outcome
 from utils.commands.shared.outcomes import (
     Action,
     ChangeSettings,
@@ -23,7 +23,6 @@ from utils.commands.shared.outcomes import (
 )
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
@@ -61,20 +60,12 @@ class ReplSession:
         return self.harness.pair
 
     @property
-    def limits(self) -> Limits:
-        return self._loaded.limits
-
-    @property
     def harness(self) -> Harness:
         return self._loaded.harness
 
     @property
     def settings(self) -> Settings:
         return self._loaded.settings.current
-
-    @property
-    def commands(self) -> Registry:
-        return self._tools.registry
 
     def introduce(self, seconds: float = 0.0) -> None:
         """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
@@ -97,10 +88,6 @@ class ReplSession:
             renderer.note(line)
         loaded.warming.start()
 
-    def warm_up(self) -> None:
-        """Run every strategy once, so that no measured run includes a first use."""
-        self._loaded.warm_up()
-
     def close(self) -> None:
         """End the work behind the prompt, and close the connections to servers."""
         self._loaded.warming.stop()
@@ -120,7 +107,7 @@ class ReplSession:
         if (text := quoted_text(line)) is not None:
             return self.send(text) if text.strip() else Verdict.DONE
         if line.lstrip().startswith("/"):
-            return self._guarded(self._run_command, line, at_once=self.commands.is_at_once(line))
+            return self._guarded(self._run_command, line, at_once=self._tools.registry.is_at_once(line))
         word = line.strip().lower()
         if word in LONE_WORDS and not line[0].isspace():
             return self._guarded(self._run_command, LONE_WORDS[word], at_once=True)
@@ -161,7 +148,7 @@ class ReplSession:
             self.settings,
             registry,
             self.harness,
-            self.limits,
+            self._loaded.limits,
             facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             interactive=self._tools.interactive,

@@ -16,8 +16,6 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from utils.commands.verdicts.selection import kind_name
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
-from utils.errors import UserError
-from utils.pairs.drafter_kinds import drafter_kind, drafter_label, surviving_kinds
 from utils.repl.runner import Verdict
 from utils.repl.status import first_screen, model_facts
 
@@ -42,7 +40,7 @@ def test_a_published_drafter_is_named_by_its_format(tmp_path: Path, view: Screen
     facts = dict(model_facts(pair, Settings()))
     assert facts["drafter model"].count(f"({name})") == 1
     session = open_session(view, pair, records=file)
-    for line in ("/length 6", "/ngram off", "/drafter_kind head suffix"):
+    for line in ("/length 6", "/ngram off", "/drafter_kind loaded suffix"):
         assert session.handle(line) is Verdict.DONE, view.take()
     view.take()
     assert session.handle("Hello there") is Verdict.DONE
@@ -53,15 +51,6 @@ def test_a_published_drafter_is_named_by_its_format(tmp_path: Path, view: Screen
     assert name in dict(session.settings.costs.draft) and "head" not in "".join(map(str, view.take()))
     strategy = next(row for row in STRATEGIES if row.name == "speculative").variants(("loaded",), pair)[0]
     assert kind_name(strategy, pair) == f"the {name} drafter"
-
-
-def test_one_word_selects_all_drafters_that_read_hidden_states(tmp_path: Path) -> None:
-    pair = load(*eagle3_pair(tmp_path))
-    assert {drafter_label(word, pair) for word in ("loaded", "head")} == {"EAGLE-3"}
-    assert surviving_kinds(("head", "model"), pair) == ("head",)
-    drafter_kind("head").check_pair(pair, "head")
-    with pytest.raises(UserError, match="EAGLE-3, not model"):
-        drafter_kind("model").check_pair(pair, "model")
 
 
 def test_options_of_other_drafters_are_refused_with_the_format(tmp_path: Path) -> None:

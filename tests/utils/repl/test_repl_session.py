@@ -217,7 +217,7 @@ def test_without_a_drafter_its_strategies_are_omitted_with_a_note(view: Screen, 
 def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, tiny_pair(kind="t5", chat=False), records=file)
-    session.warm_up()
+    session._loaded.warm_up()
     for line in ("/drafter on", "/beams 2", "/length 12", "Hello there"):
         session.handle(line)
     rows = {row["strategy"]: row for row in records_of(file)}
@@ -235,7 +235,7 @@ def test_a_narrow_screen_omits_columns_and_breaks_no_word() -> None:
 
 def test_warming_up_shows_and_records_nothing(view: Screen) -> None:
     session = open_session(view)
-    session.warm_up()
+    session._loaded.warm_up()
     assert view.take() == ("", "")
 
 
