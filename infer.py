@@ -41,7 +41,7 @@ from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
-from utils.repl.line_input import LineHistory, history_path, input_waits, piped_lines, quiet_keyboard, typed_lines
+from utils.repl.line_input import LineHistory, history_path, piped_lines, quiet_keyboard, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
@@ -50,7 +50,6 @@ from utils.screen.renderer import Renderer, make_renderer
 from utils.screen.writer import OutputError
 
 OUTPUT_FAILED = "Standard output cannot be written: {}."
-INPUT_IGNORED = "Standard input is not read when prompts are given: pass its lines with -c."
 RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
 Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
@@ -114,8 +113,6 @@ def lines_for(
     lines: list[str] = arguments.lines
     if not lines and arguments.prompt is None and not arguments.prompts:
         return piped_lines()
-    if not lines and input_waits():
-        renderer.note(INPUT_IGNORED)
     return lines
 
 

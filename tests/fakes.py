@@ -108,7 +108,6 @@ def tiny_pair(*, drafter: bool = True, chat: bool = True, kind: str = "llama", *
         drafter_name="tiny-drafter" if drafter else None,
         drafter_kind="model" if drafter else None,
         device="cpu",
-        drafter_device="cpu" if drafter else None,
         dtype="float32",
         quantize="none",
         drafter_quantize="none" if drafter else None,

@@ -22,8 +22,6 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -97,12 +95,6 @@ def tiny_qwen(kind: str, seed: int = 0, **overrides: Any) -> Any:
     return build(model_class, config_class(**DECODER | LINEAR | overrides), seed)
 
 
-def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
-    """A target without experts, as FastMTP trains layers for."""
-    own = {"num_hidden_layers": LAYERS, "head_dim": 16, "rope_theta": 5000.0, "initializer_range": 0.3}
-    return build(Qwen3ForCausalLM, Qwen3Config(**DECODER | own | overrides), seed)
-
-
 def tiny_mellum(seed: int = 0, **overrides: Any) -> MellumForCausalLM:
     """A sparse target whose last layer and MTP layer have sliding attention, with frequencies of their own."""
     own = {name: LINEAR[name] for name in ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size")}
@@ -152,22 +144,6 @@ def qwen_layers(target: Any) -> dict[str, Tensor]:
     own = random_tensors(norms | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, seed=6)
     own |= {f"layers.0.{name}": tensor for name, tensor in layer_tensors(target).items()}
     return {f"mtp.{name}": tensor for name, tensor in own.items()}
-
-
-def speculators_names(layers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of `qwen_layers` with the names of the package speculators."""
-    names = {
-        "mtp.pre_fc_norm_embedding.": "token_layernorm.",
-        "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
-        "mtp.fc.": "input_proj.",
-        "mtp.norm.": "final_layernorm.",
-        "mtp.layers.0.": "",
-    }
-    found = {}
-    for name, part in layers.items():
-        old = next(old for old in names if name.startswith(old))
-        found[f"mtp_layers.0.{names[old]}{name.removeprefix(old)}"] = part
-    return found
 
 
 def write_target(folder: Path, target: Any, layers: dict[str, Tensor], tokenizer: Any = None) -> Path:

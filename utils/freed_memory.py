@@ -11,8 +11,6 @@ import psutil
 import torch
 
 CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# A group's files with its limit and its usage, in version 2 and 1 of control groups.
-LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def release_memory() -> None:
@@ -36,26 +34,14 @@ def available_memory() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of control groups leave. Cached files count as free."""
-    for group in _control_groups():
-        for limit, usage in LIMIT_FILES:
-            try:
-                maximum, used = (int((group / name).read_text()) for name in (limit, usage))
-                values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # the file does not exist, or there is no limit
-                continue
-            names = ("inactive_file", "active_file")
-            files = sum(int(values.get(f"total_{name}", values.get(name, 0))) for name in names)
-            yield max(0, maximum - used + files)
-
-
-def _control_groups() -> Iterator[Path]:
-    """Yield the folders of this process's control groups and of those above them, whose limits hold as well."""
-    with suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                root = CONTROL_GROUPS / controllers
-                group = root / path.strip("/")
-                # In a container the path may be that of the host, and the limit that of the root.
-                yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+    """Yield the memory that the limits of this process's control group (version 2), and of those above it, leave.
+    Cached files count as free.
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        own = next(line[3:] for line in OWN_GROUPS.read_text().splitlines() if line.startswith("0::"))
+        group = CONTROL_GROUPS / own.strip("/")  # in a container the path may be that of the host
+        for folder in (group, *group.parents):
+            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
+                values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                files = sum(int(values.get(name, 0)) for name in ("inactive_file", "active_file"))
+                yield max(0, int(limit) - int((folder / "memory.current").read_text()) + files)

@@ -31,7 +31,6 @@ from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device
 from utils.models.draft_head import Head, HeadFile, feature_layers, is_head, read_head, save_head, shape_for
-from utils.models.gguf_model import convert_if_gguf
 from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads
@@ -51,7 +50,7 @@ def load_target(name: str, device_name: str, report: Report) -> Target:
     """Load a hub id, folder, GGUF file or `embedded`. Raises UserError if no drafter can be trained for it."""
     device = choose_device(device_name)
     placement = Placement(device, training_dtype(device), report)
-    source = convert_if_gguf(locate(name, report), placement)
+    source = locate(name, report)
     model = load_model(source, "none", placement)
     return Target(model, load_tokenizer(source), output_weight(model))
 

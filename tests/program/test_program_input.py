@@ -1,13 +1,11 @@
 """Lines and prompts from -c, standard input and prompt files: what is run, in which order, and what is refused."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import records_of
 
-import infer
 from utils.errors import UserError
 from utils.prompts.prompt_files import read_prompts
 
@@ -61,19 +59,6 @@ def test_a_prompt_of_the_command_line_runs_exactly_as_given_after_the_lines(
     result = main("--target", folder, "--json", file, "-c", "/length 2", "/gamma a\\nb")
     assert result.returncode == 0, result.stderr
     assert [row["prompt"] for row in records_of(file)] == ["/gamma a\\nb"] * 3
-
-
-@pytest.mark.parametrize("waiting", ["/length 8\n", ""])
-def test_piped_lines_beside_a_prompt_file_are_not_ignored_silently(
-    waiting: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "piped").write_text(waiting)
-    (tmp_path / "prompts").write_text("Hello")
-    with (tmp_path / "piped").open() as piped:
-        monkeypatch.setattr(sys, "stdin", piped)
-        flags = ("--engine", "plain", "--threads", "1", "--prompts", tmp_path / "prompts")
-        assert infer.main(["--target", str(folder), *map(str, flags)]) == 0
-    assert (infer.INPUT_IGNORED in capsys.readouterr().err) is bool(waiting)
 
 
 def test_prompt_files_contain_plain_and_json_lines_but_no_commands(folder: Path, tmp_path: Path, main: Any) -> None:

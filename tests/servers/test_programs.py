@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ KINDS = tuple(PROGRAMS)
 
 def line(kind: str, folder: Path, **values: object) -> list[str]:
     """The arguments after the program."""
-    name = "python3" if kind == "sglang" else kind
-    program = fake_program(folder, name=name)
+    program = fake_program(folder, name=kind)
     return command_line(Launch(kind, "target", program=program, **values), 1234)[1:]
 
 
@@ -63,16 +61,6 @@ def test_a_python_that_has_vllm_takes_the_model_as_an_option(tmp_path: Path) -> 
     assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "target"] and "serve" not in words
 
 
-def test_drafts_of_sglang(tmp_path: Path) -> None:
-    words = line("sglang", tmp_path, drafter="small", draft=5)
-    assert words[:2] == ["-m", "sglang.launch_server"]
-    flags = dict(pairwise(words))
-    assert flags["--speculative-algorithm"] == "STANDALONE" and flags["--speculative-draft-model-path"] == "small"
-    assert (flags["--speculative-num-steps"], flags["--speculative-num-draft-tokens"]) == ("5", "6")
-    ngram = dict(pairwise(line("sglang", tmp_path, drafter=NGRAM, draft=5)))
-    assert (ngram["--speculative-algorithm"], ngram["--speculative-num-draft-tokens"]) == ("NGRAM", "6")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_length_of_zero_means_no_speculation(kind: str, tmp_path: Path) -> None:
     assert line(kind, tmp_path, drafter="small", draft=0) == line(kind, tmp_path)
@@ -91,8 +79,6 @@ def test_sizes_and_further_flags_are_passed_on(tmp_path: Path) -> None:
         ({"method": "eagle"}, "needs a drafter"),
         ({"program": "/nowhere/llama-server"}, "not a program"),
         ({"flags": ("--host=0.0.0.0",)}, "loopback"),
-        ({"kind": "transformers", "drafter": "small"}, "no flags for speculative"),
-        ({"kind": "transformers", "context": 2048}, "no flags for context"),
     ],
 )
 def test_launches_that_are_refused(values: dict[str, object], part: str, tmp_path: Path) -> None:

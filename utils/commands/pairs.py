@@ -22,7 +22,7 @@ from utils.pairs.doctor import (
     own_text,
     use,
 )
-from utils.pairs.request import PAIRS, PairRequest, PairSpec, parse_request
+from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, PairSpec, parse_request
 
 LIST, DOCTOR = "list", "doctor"
 LIST_MEANING = "the pairs that can be loaded by name"
@@ -127,15 +127,14 @@ def _figures(reading: Reading, found: Examination) -> dict[str, object]:
 
 def _known(context: CommandContext) -> Outcome:
     loaded = context.harness.pair.request if context.harness.has_pair else PairRequest("", None)
-    rows = [(name, _state(pair, loaded), _description(pair)) for name, pair in context.pairs.items()]
-    untried = any(not pair.is_tried for pair in context.pairs.values())
-    return [ShowRows(rows), *([Reply(NOT_TRIED)] if untried else [])]
+    rows = [(name, _state(name, pair, loaded), _description(pair)) for name, pair in context.pairs.items()]
+    return [ShowRows(rows), Reply(NOT_TRIED)]
 
 
-def _state(pair: PairSpec, loaded: PairRequest) -> str:
+def _state(name: str, pair: PairSpec, loaded: PairRequest) -> str:
     if (pair.target, pair.drafter) == (loaded.target, loaded.drafter):
         return "loaded"
-    return "" if pair.is_tried else "not tried"
+    return "not tried" if name in PUBLISHED else ""
 
 
 def _description(pair: PairSpec) -> str:
@@ -166,8 +165,8 @@ PAIR_COMMANDS = (
         _pair,
         group="models",
         page=Page(
-            "Whether the two loaded models fit together, why, and what to change: vocabularies, special tokens, chat "
-            "template, sizes, context lengths and caches.",
+            "Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context lengths "
+            "and caches.",
             ("> /pair", "verdict   fine"),
             ("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
             ("load",),

@@ -58,8 +58,7 @@ LIST = "list"
 SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, str]] = {
     "add": (
         add,
-        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
-        "[omit=FIELD] [rename=FIELD:NAME]",
+        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS]",
         "a server by its name and address",
     ),
     LIST: (show, "[list]", "the servers of this session"),
@@ -71,8 +70,7 @@ SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, s
     ),
     "start": (
         start,
-        "start llama.cpp|vllm|sglang|transformers [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] "
-        "[baseline=NAME] [-- FLAGS]",
+        "start llama.cpp|vllm [TARGET] [drafter=MODEL|ngram] [draft=N] [name=...] [baseline=NAME] [-- FLAGS]",
         "a server program of a kind that is installed here",
     ),
     "stop": (stop, "stop NAME", "a server that was started"),

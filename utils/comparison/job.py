@@ -14,7 +14,7 @@ from utils.decode.session import TargetSession
 from utils.errors import UserError
 from utils.logits_processor import PROCESSORS
 from utils.metrics.costs import Costs
-from utils.metrics.draft_trace import DraftTracer, TracedDrafter
+from utils.metrics.draft_trace import DraftTracer
 from utils.metrics.stopwatch import Stopwatch, TimedDrafter, TimedSession
 from utils.pairs.drafter_kinds import DrafterCaches, DrafterInputs
 from utils.pairs.pair import Pair
@@ -113,4 +113,4 @@ class Job:
         # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
         if self.stopwatch is not None:
             drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
-        return drafter if self.tracer is None else TracedDrafter(drafter, self.tracer), target
+        return drafter if self.tracer is None else self.tracer.around(drafter), target

@@ -24,7 +24,7 @@ CIRCUMSTANCES = {
     "versions": ("program", "python", "torch", "transformers", "numpy"),
     "models": (
         *("target", "drafter", "dtype", "device", "quantize"),
-        *("drafter_dtype", "drafter_device", "drafter_quantize"),
+        *("drafter_dtype", "drafter_quantize"),
     ),
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),

@@ -38,7 +38,7 @@ MODEL_FIELDS = {  # record fields and the attributes of a Pair that fill them
     "target": "target_name",
     "drafter": "drafter_name",
     **{name: name for name in ("dtype", "device", "quantize", "memory")},
-    **{f"drafter_{name}": f"drafter_{name}" for name in ("device", "dtype", "quantize", "memory")},
+    **{f"drafter_{name}": f"drafter_{name}" for name in ("dtype", "quantize", "memory")},
 }
 
 

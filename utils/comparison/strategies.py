@@ -111,7 +111,7 @@ class Strategy:
 
     def _variant(self, word: str, pair: Pair, *, alone: bool) -> "Strategy":
         kind, label = drafter_kind(word), drafter_label(word, pair)
-        kind.check_pair(pair)
+        kind.check_pair(pair, word)
         return replace(
             self,
             name=self.name if alone else f"{self.name} {label}",

@@ -21,7 +21,7 @@ from utils.config.value_types import Limits
 from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
 from utils.pairs.request import OPTIONS as FLAGS
-from utils.pairs.request import PAIRS, PairSpec, check_field
+from utils.pairs.request import PAIRS, PUBLISHED, PairSpec, check_field
 from utils.servers.address import OPTIONS, ServerAddress, merged, parse_server_flag, server_of
 from utils.text import visible
 
@@ -89,12 +89,7 @@ def _pair(name: str, value: object) -> PairSpec:
     entries = _texts(value, f"pairs.{name}", known=tuple(entry.name for entry in fields(PairSpec)))
     if not entries.get("target"):
         raise UserError(f'pairs.{name} needs a target, for example target = "Qwen/Qwen3-4B".')
-    return PairSpec(
-        entries["target"],
-        entries.get("drafter"),
-        entries.get("summary", "from the config file"),
-        check_choice(entries.get("cuda_quantize", "none"), QUANTIZATIONS, f"in pairs.{name} the cuda_quantize"),
-    )
+    return PairSpec(entries["target"], entries.get("drafter"), entries.get("summary", "from the config file"))
 
 
 def _server(name: str, value: object) -> ServerAddress:
@@ -209,7 +204,7 @@ device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
 
 
 def _parser() -> argparse.ArgumentParser:
-    pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items() if pair.is_tried)
+    pairs = "; ".join(f"{name}: {pair.summary}" for name, pair in PAIRS.items() if name not in PUBLISHED)
     parser = Parser(
         prog="infer.py",
         allow_abbrev=False,  # --prompt would be accepted as --prompts
@@ -259,10 +254,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--pair", metavar="NAME", help=f"a known target and drafter: {', '.join(PAIRS)} (default: embedded)")
     add("--config", type=Path, metavar="FILE", help=f"TOML file with pairs and settings (default: {config_file()})")
     add("--device", type=device_flag, default="auto", metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")
-    add("--drafter-device", type=device_flag, metavar="DEVICE", help="device of the drafter (default: the target's)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
-    add("--quantize", choices=QUANTIZATIONS, help="quantization of the target (default: the pair's)")
-    add("--drafter-quantize", choices=QUANTIZATIONS, help="quantization of the drafter (default: the pair's)")
+    add("--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the target (default: none)")
+    add("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="quantization of the drafter (default: none)")
 
 
 def _add_computation(parser: argparse.ArgumentParser) -> None:

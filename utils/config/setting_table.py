@@ -239,22 +239,13 @@ def from_json(values: Mapping[str, object], limits: Limits) -> tuple[Settings, l
     problems = [f"setting {name}: not known here" for name in values if name not in setting_fields()]
     for setting in setting_fields().values():
         try:
-            if setting.name not in values:
+            value = values.get(setting.name, "")
+            text = ("off", "on")[value] if isinstance(value, bool) else encodable(str(value))
+            if not text:  # an empty text would toggle the setting
                 raise UserError("not recorded.")
-            settings = setting.change(settings, _typed(values[setting.name], setting), limits)
+            settings = setting.change(settings, text, limits)
         except UserError as error:
             # The part after the semicolon advises what to type, which does not apply to a record.
             reason = str(error).partition(";")[0].rstrip(".")
             problems.append(f"setting {setting.name}: {reason}; it is {setting.show(settings)} instead")
     return settings, problems
-
-
-def _typed(value: object, setting: Setting) -> str:
-    """A recorded value as it would be typed. Raises UserError for a value that `as_json` never writes."""
-    holds_bool = setting.is_switch and not isinstance(setting.default, str)
-    # An empty text would toggle the setting.
-    if not isinstance(value, int | str) or isinstance(value, bool) != holds_bool or value == "":
-        raise UserError(f"{str(value)[:40]!r} is not a valid value.")
-    if isinstance(value, bool) or value == setting.default:  # a default may be typed differently: 0 threads are "auto"
-        return setting.value_type.show(value)
-    return encodable(str(value))

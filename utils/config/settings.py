@@ -120,8 +120,6 @@ class Settings:
         example=("loaded suffix",),
         forms={
             "loaded": "the drafter of the pair",
-            "model": "the drafter model",
-            "head": "a drafter that reads hidden states, in any format",
             "layers:K": "the first K layers of the target",
             "lookup": "prompt lookup",
             "suffix": "a suffix automaton of the texts",

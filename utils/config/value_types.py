@@ -83,7 +83,7 @@ def number_or(known: ValueType, word: str, value: int | None = None, same: float
     """A number, or a word that stands for `value`. `same` is a number with the same meaning."""
 
     def parse(text: str, current: Any, limits: Limits) -> float | None:
-        if text.lower() == word:
+        if text.lower() in (word, str(value)):  # a record has the value
             return value
         try:
             parsed: float = known.parse(text, 0, limits)

@@ -34,14 +34,18 @@ def first_layers(model: PreTrainedModel, depth: int) -> PreTrainedModel:
 
     Raises UserError if the model has no stack of blocks to cut, or if `depth` is not in 1..blocks-1.
     """
-    path = _stack_path(model)
-    count = len(_blocks(model, path))
+    check_depth(model, depth)
+    return chosen_layers(model, range(depth))
+
+
+def check_depth(model: PreTrainedModel, depth: int) -> None:
+    """Raise UserError as `first_layers` does."""
+    count = len(_blocks(model, _stack_path(model)))
     if not 1 <= depth < count:
         raise UserError(
             f"layers:{depth} cannot be cut from {_name(model)}: it has {count_of(count, 'layer')}, so K must be in "
             f"1..{count - 1}."
         )
-    return chosen_layers(model, range(depth))
 
 
 def chosen_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:

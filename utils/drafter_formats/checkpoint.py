@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from utils.errors import UserError
 from utils.files import check_regular
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import Source, found_file, verified_download
+from utils.models.sources import Source, found_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PREFIX = "model."  # some exports put it before every name
@@ -58,15 +57,6 @@ class DrafterCheckpoint:
             self._check(name, tensor)
         return read
 
-    def check_values(self) -> None:
-        """Raise UserError for weights that are not finite, or are integers. One tensor at a time is read."""
-        self.check_types()
-        for name in self.shapes:
-            with explained_errors(self.name), safe_open(self.files[name][0], framework="pt") as file:
-                tensor = file.get_tensor(self.files[name][1])
-            if tensor.dtype in FLOATS:  # others may be ids, which only their format knows
-                self._check(name, tensor)
-
     def check_types(self) -> None:
         """Raise UserError for weights in 8 bits, without reading them."""
         with explained_errors(self.name):
@@ -97,45 +87,14 @@ class DrafterCheckpoint:
         """The name of a tensor in its file, or the same name if it has none."""
         return self.files[name][1] if name in self.files else name
 
-    def unusable(self, key: str, value: Any, wanted: str) -> UserError:
-        """An error for a value in config.json. `wanted` describes a valid value."""
-        return UserError(f"'{self.name}' has {repr(value)[:60]} as {key} in its config.json, not {wanted}.")
-
-    def flag(self, key: str) -> bool | None:
-        """A key of the config that is true or false; None if it is not there. Raises UserError for other values."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.unusable(key, value, "true or false")
-        return value
-
-    def part(self, key: str) -> dict[str, Any]:
-        """An object in the config, empty if it is not there. Raises UserError for other values."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.unusable(key, value, "an object")
-        return value or {}
-
-    def whole_numbers(self, key: str, value: Any) -> list[int]:
-        """The value of a key as a list, empty if there is none. Raises UserError for other values."""
-        if value is None:
-            return []
-        # Not isinstance: True is an int.
-        if not isinstance(value, list) or any(type(number) is not int for number in value):
-            raise self.unusable(key, value, "a list of whole numbers")
-        return value
-
     def has(self, *names: str) -> bool:
         """Whether it has all of these tensors."""
         return all(name in self.shapes for name in names)
 
     @property
     def layer_keys(self) -> dict[str, Any]:
-        """The part of the config that describes the layers, which speculators nests. Raises UserError if it is not an
-        object.
-        """
-        keys = self.config.get("transformer_layer_config") or self.config
-        if not isinstance(keys, dict):
-            raise UserError(f"'{self.name}' has a transformer_layer_config in its config.json that is not an object.")
+        """The part of the config that describes the layers, which speculators nests."""
+        keys: dict[str, Any] = self.config.get("transformer_layer_config") or self.config
         return keys
 
     def renamed(self, prefixes: Mapping[str, str]) -> DrafterCheckpoint:
@@ -163,9 +122,8 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         return None
     with explained_errors(source.name), quiet():
         config = _json(source, CONFIG)
-        with nullcontext() if source.hub_arguments is None else verified_download(source.location):
-            found = _weight_files(source)
-        if config is None or not (found or is_medusa_config(config)):  # Medusa heads have files of other names
+        found = _weight_files(source)
+        if config is None or not found:
             return None
         shapes, files = _tensor_names([Path(path) for path in found])
     return DrafterCheckpoint(source.name, config, shapes, files)
@@ -176,26 +134,14 @@ def _weight_files(source: Source) -> list[str]:
     if single := found_file(source, WEIGHTS):
         return [single]
     if found_file(source, INDEX):
-        return [_shard(source, name) for name in _shard_names(source)]
+        return [_shard(source, name) for name in sorted(set(_json(source, INDEX)["weight_map"].values()))]
     return []
-
-
-def _shard_names(source: Source) -> list[str]:
-    names = _json(source, INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names or any(not isinstance(name, str) for name in names.values()):
-        raise UserError(f"'{source.name}' has an unusable index of its weights: fetch or copy it again.")
-    return sorted(set(names.values()))
 
 
 def _shard(source: Source, name: str) -> str:
     if path := found_file(source, name):
         return path
     raise UserError(f"'{source.name}' lacks the file {name!r}, which the index of its weights names: fetch it again.")
-
-
-def is_medusa_config(config: dict[str, Any]) -> bool:
-    """Whether a config is that of Medusa heads, in the layout of FasterDecoding or of vLLM."""
-    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def _json(source: Source, name: str) -> Any:

@@ -46,13 +46,6 @@ SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
 FROM_ANCHOR = "sample_from_anchor"
 MOST_SLOTS = 1024  # published blocks have 7 to 16
-# Beginnings of names of tensors that only these have.
-RELATIVES = {
-    "prefix_gru.": "Domino",
-    "embed_proj.": "Domino",
-    "candidate_selector.": "DFlash2",
-    "refiner_head.": "XPress",
-}
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 CONFIDENCE = "confidence_head.proj.weight"
 VANILLA, GATED, RECURRENT = "vanilla", "gated", "rnn"
@@ -143,31 +136,24 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: Window | None
     return attended.view(heads, slots, size).transpose(0, 1).reshape(slots, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class MarkovShape:
-    """The numbers of previous tokens and of draft tokens, the rank of the bias, and the size of a draft's state."""
-
-    kind: str
-    tokens: int
-    drafted: int
-    rank: int
-    state: int
-
-
 class MarkovHead(nn.Module):
     """A low-rank bias of draft logits: vanilla, w2 . w1[token before]; gated, with a gate that reads the draft's state;
     or rnn, with a memory of the drafts before it.
     """
 
-    def __init__(self, shape: MarkovShape) -> None:
+    def __init__(self, checkpoint: DrafterCheckpoint, state: int) -> None:
+        """`state` is the size of a draft's state."""
         super().__init__()
-        self.kind, rank = shape.kind, shape.rank
-        self.markov_w1 = nn.Embedding(shape.tokens, rank)
-        self.markov_w2 = nn.Linear(rank, shape.drafted, bias=False)
+        (tokens, rank), (drafted, _) = (checkpoint.shapes[name] for name in MARKOV)
+        found = GATED if checkpoint.has("markov_head.gate_proj.weight") else VANILLA
+        found = RECURRENT if checkpoint.has("markov_head.joint_proj.weight") else found
+        self.kind = markov_kind(checkpoint) or found
+        self.markov_w1 = nn.Embedding(tokens, rank)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
         if self.kind == GATED:
-            self.gate_proj = nn.Linear(shape.state + rank, rank)
+            self.gate_proj = nn.Linear(state + rank, rank)
         elif self.kind == RECURRENT:
-            self.joint_proj = nn.Linear(2 * rank + shape.state, 3 * rank)
+            self.joint_proj = nn.Linear(2 * rank + state, 3 * rank)
 
     def before(self, token: int) -> Tensor:
         """What is known of a token: (1, R)."""
@@ -208,24 +194,6 @@ class ConfidenceHead(nn.Module):
         return float(torch.sigmoid(self.proj(known).float()).item())
 
 
-def markov_shape(checkpoint: DrafterCheckpoint, kind: str | None) -> MarkovShape | None:
-    """The shape of a checkpoint's Markov head; None if it has none. kind: as declared, or None for that of its
-    tensors.
-    """
-    first, second = (checkpoint.shapes.get(name, ()) for name in MARKOV)
-    if not len(first) == len(second) == 2:
-        return None
-    found = GATED if checkpoint.has("markov_head.gate_proj.weight") else VANILLA
-    found = RECURRENT if checkpoint.has("markov_head.joint_proj.weight") else found
-    return MarkovShape(kind or found, first[0], second[0], first[1], checkpoint.shapes["hidden_norm.weight"][0])
-
-
-def confidence_size(checkpoint: DrafterCheckpoint) -> int | None:
-    """How many numbers a checkpoint's confidence head reads; None if it has none."""
-    shape = checkpoint.shapes.get(CONFIDENCE, ())
-    return shape[1] if len(shape) == 2 else None
-
-
 @dataclass(slots=True)
 class BlockCache:
     """Keys and values of the context. Of the last block: its states (K, H), and what its Markov head remembers after
@@ -235,20 +203,6 @@ class BlockCache:
     layers: list[GrowingLayer]
     states: Tensor = field(default_factory=lambda: torch.empty(0))
     memories: list[Tensor | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes that a drafter's config does not state.
-
-    `target_layers` is the number of the target's layers, and `feature` the size of a position. `markov` and
-    `confidence` are sizes of heads; None without such a head.
-    """
-
-    target_layers: int
-    feature: int
-    markov: MarkovShape | None
-    confidence: int | None
 
 
 class DFlash(BlockDrafter):
@@ -261,16 +215,19 @@ class DFlash(BlockDrafter):
     lm_head: DraftHead
     rotary: nn.Module
 
-    def __init__(self, config: Any, block: BlockConfig, conventions: Conventions, sizes: Sizes) -> None:
+    def __init__(
+        self, config: Any, block: BlockConfig, conventions: Conventions, checkpoint: DrafterCheckpoint
+    ) -> None:
         super().__init__()
-        self.config, self.block, self.conventions, self.sizes = config, block, conventions, sizes
-        self.target_layers, self.doubtful = sizes.target_layers, ("from_anchor",) if block.slots > 1 else ()
+        self.config, self.block, self.conventions = config, block, conventions
+        self.target_layers, self.doubtful = block.target_layers, ("from_anchor",) if block.slots > 1 else ()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(sizes.feature, hidden, bias=False)
+        self.fc = nn.Linear(checkpoint.shapes["fc.weight"][1], hidden, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.markov_head = MarkovHead(sizes.markov) if sizes.markov else None
-        self.confidence_head = ConfidenceHead(sizes.confidence) if sizes.confidence else None
+        self.markov_head = MarkovHead(checkpoint, hidden) if checkpoint.has(*MARKOV) else None
+        has_confidence = checkpoint.has(CONFIDENCE)
+        self.confidence_head = ConfidenceHead(checkpoint.shapes[CONFIDENCE][1]) if has_confidence else None
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
@@ -330,11 +287,9 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     block = block_config(checkpoint, target)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
-    markov = markov_shape(checkpoint, markov_kind(checkpoint))
-    sizes = Sizes(layer_count(target), checkpoint.shapes["fc.weight"][1], markov, confidence_size(checkpoint))
-    conventions = block_conventions(checkpoint, target)
+    conventions = Conventions(_feature_layers(checkpoint, target), from_anchor=_from_anchor(checkpoint))
     with torch.device("meta"):  # random weights would take time and memory
-        drafter = DFlash(config, block, conventions, sizes)
+        drafter = DFlash(config, block, conventions, checkpoint)
     load_exactly(drafter, checkpoint, besides=BESIDES)
     embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=True)  # as z-lab's program
     head = load_head(checkpoint, target, config.hidden_size)
@@ -345,45 +300,41 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
 
 def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead) -> None:
     """Raise UserError unless the heads of DSpark fit the vocabularies and the states."""
-    sizes, inputs = drafter.sizes, [drafter.config.hidden_size]
-    if (markov := sizes.markov) is not None:
-        inputs.append(inputs[0] + markov.rank)
-        known, drafted = f"{markov.tokens} tokens and drafts {markov.drafted}", head.rows.out_features
-        if markov.tokens < head.size or markov.drafted != drafted:
-            raise misfit(checkpoint, f"its Markov head knows {known}, not {head.size} and {drafted}")
-    if sizes.confidence is not None and sizes.confidence not in inputs:
-        raise misfit(checkpoint, f"its confidence head reads {sizes.confidence} numbers, not {inputs[-1]}")
+    inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
+    if (markov := drafter.markov_head) is not None:
+        tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features
+        inputs.append(inputs[0] + markov.markov_w1.embedding_dim)
+        if tokens < head.size or drafts != head.rows.out_features:
+            known = f"{tokens} tokens and drafts {drafts}, not {head.size} and {head.rows.out_features}"
+            raise misfit(checkpoint, f"its Markov head knows {known}")
+    if confidence is not None and confidence.size not in inputs:
+        raise misfit(checkpoint, f"its confidence head reads {confidence.size} numbers, not {inputs[-1]}")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
     """A block of `slots` tokens: the last known one and mask tokens.
 
-    `windows` has one entry per layer: its sliding attention, or None.
+    `windows` has one entry per layer: its sliding attention, or None. `target_layers` is the number of the target's
+    layers.
     """
 
     slots: int
     mask_token: int
     windows: tuple[Window | None, ...]
+    target_layers: int
 
 
 def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> BlockConfig:
     """Read it. Raises UserError for keys that are missing or not usable."""
     slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2, MOST_SLOTS)
     mask_token = _number(checkpoint, "mask_token_id", 0, vocabulary_size(target) - 1)
-    return BlockConfig(slots, mask_token, _windows(checkpoint))
-
-
-def block_conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
-    """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
-    return Conventions(_feature_layers(checkpoint, target), from_anchor=_from_anchor(checkpoint))
+    return BlockConfig(slots, mask_token, _windows(checkpoint), layer_count(target))
 
 
 def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
     declared = setting(checkpoint, FROM_ANCHOR)
-    if declared is not None and not isinstance(declared, bool):
-        raise checkpoint.unusable(FROM_ANCHOR, declared, "true or false")
-    return is_dspark(checkpoint) if declared is None else declared
+    return is_dspark(checkpoint) if declared is None else bool(declared)
 
 
 def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
@@ -403,11 +354,7 @@ def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
 def check_supported(checkpoint: DrafterCheckpoint) -> None:
     """Raise UserError for relatives of DFlash that compute something else."""
     declared = [checkpoint.config.get(SPECULATORS), setting(checkpoint, "projector_type")]
-    found = next((str(name) for name in declared if name and str(name).lower() not in TYPES), None)
-    found = found or next(
-        (RELATIVES[old] for old in RELATIVES for name in checkpoint.shapes if name.startswith(old)), None
-    )
-    if found:
+    if found := next((str(name) for name in declared if name and str(name).lower() not in TYPES), None):
         raise _unsupported(checkpoint, f"is a drafter of the kind {found}")
     if checkpoint.has("layers.0.pre_feedforward_layernorm.weight"):
         raise _unsupported(checkpoint, "has layers of Gemma")
@@ -429,19 +376,18 @@ def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:
 
 def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int, highest: int) -> int:
     value = setting(checkpoint, key)
-    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-        given = "no" if value is None else f"{value!r:.40} as"
+    if type(value) is not int or not lowest <= value <= highest:
         raise UserError(
-            f"'{checkpoint.name}' has {given} {key} in its config.json, and a block needs a whole number from {lowest}"
-            f" to {highest}."
+            f"'{checkpoint.name}' has {value!r:.40} as {key} in its config.json, and a block needs a whole number from "
+            f"{lowest} to {highest}."
         )
     return value
 
 
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
     """The hidden states that the drafter reads."""
-    count, states = layer_count(target), _layer_ids(checkpoint, "aux_hidden_state_layer_ids")
-    outputs = _layer_ids(checkpoint, "target_layer_ids")
+    count, states = layer_count(target), setting(checkpoint, "aux_hidden_state_layer_ids")
+    outputs = setting(checkpoint, "target_layer_ids")
     if states:
         ids = states
     elif outputs:
@@ -454,10 +400,6 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     return tuple(count + 1 if states and layer == count else layer for layer in ids)
 
 
-def _layer_ids(checkpoint: DrafterCheckpoint, key: str) -> list[int]:
-    return checkpoint.whole_numbers(key, setting(checkpoint, key))
-
-
 def _default_ids(layers: int, drafter_layers: int) -> list[int]:
     """As z-lab spreads them: as many as the drafter has layers, from the output of layer 1 to that of n - 3."""
     if drafter_layers == 1:
@@ -467,6 +409,6 @@ def _default_ids(layers: int, drafter_layers: int) -> list[int]:
 
 def _windows(checkpoint: DrafterCheckpoint) -> tuple[Window | None, ...]:
     moves = SPECULATORS not in checkpoint.config
-    causal = moves or not checkpoint.flag("sliding_window_non_causal")
+    causal = moves or not checkpoint.config.get("sliding_window_non_causal")
     sizes = sliding_sizes(checkpoint)
     return tuple(None if size is None else Window(size, moves=moves, causal=causal) for size in sizes)

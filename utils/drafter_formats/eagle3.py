@@ -204,18 +204,18 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
 
 def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
     """The conventions that the checkpoint declares, or the usual ones. Raises UserError for unusable layers."""
-    before_residual = checkpoint.flag("norm_before_residual")
+    config = checkpoint.config
+    before_residual = config.get("norm_before_residual")
     if before_residual is None:  # speculators files without the key are read so by vLLM
-        before_residual = "speculators_model_type" in checkpoint.config
-    return Conventions(_feature_layers(checkpoint, target), before_residual, bool(checkpoint.flag("norm_output")))
+        before_residual = "speculators_model_type" in config
+    return Conventions(_feature_layers(checkpoint, target), bool(before_residual), bool(config.get("norm_output")))
 
 
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
     """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
     config, count = checkpoint.config, layer_count(target)
-    nested = checkpoint.whole_numbers(LAYER_IDS, checkpoint.part("eagle_config").get(LAYER_IDS))
-    outputs = checkpoint.whole_numbers("target_layer_ids", config.get("target_layer_ids"))
-    ids = checkpoint.whole_numbers(LAYER_IDS, config.get(LAYER_IDS))  # speculators, vLLM: hidden states
+    nested, outputs = _nested_ids(checkpoint), config.get("target_layer_ids")
+    ids = config.get(LAYER_IDS)  # speculators, vLLM: hidden states
     if not ids and nested:  # SGLang: outputs of layers if the first one is 1
         ids = [layer + (nested[0] == 1) for layer in nested]
     elif not ids and outputs:  # DeepSpec: outputs of layers
@@ -227,18 +227,22 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     return tuple(count + 1 if layer == count else layer for layer in ids)
 
 
+def _nested_ids(checkpoint: DrafterCheckpoint) -> list[int]:
+    ids: list[int] = (checkpoint.config.get("eagle_config") or {}).get(LAYER_IDS) or []
+    return ids
+
+
 def head_norm_doubtful(checkpoint: DrafterCheckpoint) -> bool:
     """Whether the output head may read states before the final norm: so `norm_output` false is to SpecForge 0.2, and in
     SGLang it is about the states that are fed back.
     """
-    return checkpoint.flag("norm_output") is False and "speculators_model_type" not in checkpoint.config
+    return checkpoint.config.get("norm_output") is False and "speculators_model_type" not in checkpoint.config
 
 
 def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
     config = checkpoint.config
-    nested = checkpoint.part("eagle_config").get(LAYER_IDS)
-    counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
+    counts_unsaid = bool(_nested_ids(checkpoint)) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
     is_speculators = "speculators_model_type" in config
     residual_unsaid = is_speculators and config.get("norm_before_residual") is None
     # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.
@@ -307,24 +311,17 @@ def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagl
 
 
 def _mask_token(checkpoint: DrafterCheckpoint) -> int:
-    key = next((name for name in MASK_TOKEN if checkpoint.config.get(name) is not None), None)
-    if key is None:
+    given = next((checkpoint.config[name] for name in MASK_TOKEN if checkpoint.config.get(name) is not None), None)
+    if given is None:
         raise UserError(
             f"'{checkpoint.name}' names no mask token in its config.json: add mask_token_id, or fetch it again."
         )
-    given = checkpoint.config[key]
-    if isinstance(given, str) and given.isdecimal():  # some exports write it as text
-        return int(given)
-    if type(given) is not int:
-        raise checkpoint.unusable(key, given, "the id of a token")
-    return given
+    return int(given)  # some exports write it as text
 
 
 def _block_size(checkpoint: DrafterCheckpoint) -> int:
     """The number of drafts that the config declares, or the usual one."""
-    proposals = checkpoint.part("speculators_config").get("proposal_methods") or [{}]
-    if not isinstance(proposals, list) or not isinstance(proposals[0], dict):
-        raise checkpoint.unusable("proposal_methods", proposals, "a list of objects")
+    proposals = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     size = checkpoint.config.get("num_depths") or proposals[0].get("speculative_tokens") or USUAL_BLOCK
     if type(size) is not int or not 1 <= size <= MAX_GAMMA:
         raise UserError(f"'{checkpoint.name}' drafts {size} tokens, and a block may have 1 to {MAX_GAMMA}.")

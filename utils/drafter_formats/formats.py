@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from utils.drafter_formats.checkpoint import DrafterCheckpoint, is_medusa_config
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
-from utils.drafter_formats.mtp import is_mtp, load_published_mtp
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
 
 ASSISTANT = "_assistant"  # ends the model types of drafters with a class in transformers
-LATENT = ".kv_a_proj_with_mqa.weight"  # multi-head latent attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ FORMATS = (
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3, is_ambiguous),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
-    DrafterFormat("MTP", is_mtp, load_published_mtp),
     DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
 )
 
@@ -61,16 +58,12 @@ def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
 
 def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
     """The name of an unsupported format. None if the checkpoint looks like a model."""
-    architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
-    eagle = next((name for name in architectures if "eagle" in name.lower()), None)
-    latent = any(name.endswith(LATENT) for name in checkpoint.shapes)
-    if eagle and latent:
-        return f"{eagle} with multi-head latent attention"
     if kind := checkpoint.config.get("speculators_model_type"):
         return f"speculators {kind}"
-    if eagle is None and (model_type := str(checkpoint.config.get("model_type"))).endswith(ASSISTANT):
+    architectures = [str(name) for name in checkpoint.config.get("architectures") or []]
+    model_type = str(checkpoint.config.get("model_type"))
+    if model_type.endswith(ASSISTANT) or model_type == "medusa":
         return model_type
-    if is_medusa_config(checkpoint.config) and checkpoint.layer_count() == 0:
-        return "Medusa"
     fusion = checkpoint.shapes.get("fc.weight", ())  # of EAGLE, EAGLE-2 and HASS
-    return eagle or ("EAGLE" if len(fusion) == 2 and fusion[1] == 2 * fusion[0] else None)
+    is_eagle = len(fusion) == 2 and fusion[1] == 2 * fusion[0]
+    return next((name for name in architectures if "eagle" in name.lower()), "EAGLE" if is_eagle else None)

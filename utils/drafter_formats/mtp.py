@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -34,7 +34,6 @@ SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_layer_types": ["spars
 SPARSE |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 BLOCK = "layer.mtp_block."
-DEPTH_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in config.json
 QUANTIZED = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales")  # ends of names
 ONE = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 JOINED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
@@ -117,21 +116,6 @@ def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
     return drafter.share(load_embedding(checkpoint, target, size), load_head(checkpoint, target, size), target)
 
 
-def is_mtp(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether a drafter's own files hold an MTP layer."""
-    found = found_layout(checkpoint)
-    return found is not None and found[0].alone and checkpoint.config.get("speculators_model_type") == "mtp"
-
-
-def load_published_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
-    """Build the drafter of files of its own. Raises UserError if they do not fit the target."""
-    made_for = (checkpoint.config.get("transformer_layer_config") or {}).get("model_type")
-    own = target.config.get_text_config(decoder=True).model_type
-    if made_for != own:
-        raise misfit(checkpoint, f"its layer is of the model type {made_for}, and the target of the type {own}")
-    return load_mtp(mtp_layers(checkpoint), target)
-
-
 def _layer_config(target: PreTrainedModel) -> Any:
     """The target's config for one layer, which has the index 0, with row-invariant attention."""
     config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
@@ -151,15 +135,13 @@ class Layout:
 
     `prefix` is a pattern for the beginning of its names. `join` is the projection of token and state, without the
     prefix. `names` map beginnings of names to those of this module; other names belong to the decoder layer.
-    `model_types` are those of checked targets. With `alone`, the layer has files of its own, so the embedding and the
-    output head in them also belong to it.
+    `model_types` are those of checked targets.
     """
 
     prefix: str
     join: str
     names: Mapping[str, str]
     model_types: tuple[str, ...]
-    alone: bool = False
 
 
 LAYOUTS = (
@@ -190,18 +172,6 @@ LAYOUTS = (
         },
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
     ),
-    Layout(  # of the package speculators, for layers that were trained further (FastMTP, arXiv 2509.18362)
-        r"mtp_layers\.0\.",
-        "input_proj.weight",
-        {
-            "token_layernorm.": "layer.enorm.",
-            "hidden_layernorm.": "layer.hnorm.",
-            "input_proj.": "layer.eh_proj.",
-            "final_layernorm.": "norm.",
-        },
-        ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        alone=True,
-    ),
 )
 
 
@@ -210,15 +180,15 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
 
     Raises UserError if it has none, or none that can be read.
     """
-    found = found_layout(checkpoint)
-    # Before the target is loaded, which may take long.
-    if (found or _odd_name(checkpoint.shapes)) and (model_type := _target_type(checkpoint)):
-        check_supported(model_type)
-    if found is None:
-        raise no_layers(checkpoint.name, checkpoint.config, checkpoint.shapes)
+    if (found := found_layout(checkpoint)) is None:
+        raise UserError(
+            f"'{checkpoint.name}' has no MTP layers in its files that can be read, because many conversions leave them "
+            "out: name the original checkpoint as --target, or use a different --drafter."
+        )
     layout, prefix = found
-    own = (prefix, *SHARED) if layout.alone else prefix
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(own)}
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    check_supported(str(text.get("model_type")))  # before the target is loaded, which may take long
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
     if stored := next((name for name in shapes if name.endswith(QUANTIZED)), None):
         raise UserError(
             f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({stored}), which cannot be read: "
@@ -227,33 +197,6 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     names = {f"{prefix}{old}": new for old, new in layout.names.items()} | {prefix: BLOCK}
     part = replace(checkpoint, shapes=shapes, files={name: checkpoint.files[name] for name in shapes})
     return with_joined_experts(part.renamed(names))
-
-
-def no_layers(name: str, config: Mapping[str, Any], tensors: Collection[str] = ()) -> UserError:
-    """An error for a target without readable MTP layers. `config` is its config.json, and `tensors` are names."""
-    text = config.get("text_config") or config
-    remedy = "use a different --drafter"
-    if odd := _odd_name(tensors):
-        return UserError(f"'{name}' names the tensors of its MTP layers in an unknown way ({odd}): {remedy}.")
-    if isinstance(text, dict) and any(text.get(key) for key in DEPTH_KEYS):
-        return UserError(
-            f"'{name}' was made from a model with MTP layers, but its files do not hold them, because many conversions "
-            f"leave them out: name the original checkpoint as --target, or {remedy}."
-        )
-    return UserError(f"'{name}' has no MTP layers in its files, which --drafter mtp needs: {remedy}.")
-
-
-def _odd_name(tensors: Collection[str]) -> str | None:
-    """The first tensor that belongs to an MTP layer by its name."""
-    return next((tensor for tensor in sorted(tensors) if tensor.startswith("mtp")), None)
-
-
-def _target_type(checkpoint: DrafterCheckpoint) -> str | None:
-    """The model type of the text model in a target's files. None if they do not say, or are a drafter's own."""
-    text = checkpoint.config.get("text_config") or checkpoint.config
-    model_type = text.get("model_type") if isinstance(text, dict) else None
-    own = checkpoint.config.get("speculators_model_type")
-    return model_type if isinstance(model_type, str) and not own else None
 
 
 def check_supported(model_type: str) -> None:

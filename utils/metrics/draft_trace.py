@@ -1,6 +1,6 @@
 """Why drafts were accepted or rejected: their probabilities under the target, and their origin.
 
-The tracer wraps the drafter, as the stopwatch does, so the loop does not know of it. It stores references during a
+The tracer takes the drafter's place, so the loop does not know of it. It stores references during a
 round and computes when it is read, outside every clock. Probabilities are those of the raw logits: under greedy
 decoding the processed ones are 0 or 1 and explain nothing.
 """
@@ -68,21 +68,30 @@ class DraftTracer:
 
     def __init__(self, *, accepts_by_ratio: bool = True) -> None:
         self._accepts_by_ratio = accepts_by_ratio
+        self._drafter: Drafter
         self._prompt: list[int] = []
         self._origin = 0  # context length before the first new token
         self._draft: Draft | None = None
         self._round: Round | None = None
 
+    def around(self, drafter: Drafter) -> "DraftTracer":
+        """The tracer itself, as a drafter that forwards to this one."""
+        self._drafter = drafter
+        return self
+
     def begin(self, prompt: list[int], context: list[int]) -> None:
         self._prompt, self._origin, self._draft = list(prompt), len(context), None
+        self._drafter.begin(prompt, context)
 
-    def proposed(self, draft: Draft) -> None:
-        self._draft = draft
+    def propose(self, context: list[int], count: int) -> Draft:
+        self._draft = self._drafter.propose(context, count)
+        return self._draft
 
-    def committed(self, context: list[int], verified: Verified) -> None:
+    def commit(self, context: list[int], verified: Verified) -> None:
         draft, self._draft = self._draft, None
         # With first_target, the first round has no draft.
         self._round = None if draft is None else Round(draft, context, verified)
+        self._drafter.commit(context, verified)
 
     def read(self, step: Step) -> tuple[DraftTrace, ...]:
         """A trace of each draft that was verified: the accepted ones, and the first rejected one."""
@@ -151,23 +160,3 @@ def contains(text: Sequence[int], part: Sequence[int]) -> bool:
     """Whether these tokens occur consecutively in a text."""
     size = len(part)
     return any(text[index] == part[0] and text[index : index + size] == part for index in range(len(text) - size + 1))
-
-
-class TracedDrafter:
-    """A drafter observed by a tracer."""
-
-    def __init__(self, drafter: Drafter, tracer: DraftTracer) -> None:
-        self._drafter, self._tracer = drafter, tracer
-
-    def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._tracer.begin(prompt, context)
-        self._drafter.begin(prompt, context)
-
-    def propose(self, context: list[int], count: int) -> Draft:
-        draft = self._drafter.propose(context, count)
-        self._tracer.proposed(draft)
-        return draft
-
-    def commit(self, context: list[int], verified: Verified) -> None:
-        self._tracer.committed(context, verified)
-        self._drafter.commit(context, verified)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Self
 
-from utils.metrics.results import Generation
-
 
 @dataclass(frozen=True, slots=True)
 class Totals:
@@ -25,13 +23,6 @@ class Totals:
     forwards: int | None = None
     rounds: int | None = None
     by_position: tuple[int, ...] | None = None
-
-    @classmethod
-    def of_run(cls, run: Generation) -> Self:
-        """The totals of a local run."""
-        positions = tuple(accepted for accepted, _ in run.accepted_by_position)
-        counts = (run.drafted, run.accepted, run.target_forwards or None, len(run.steps))
-        return cls(len(run.tokens), run.seconds, *counts, positions)
 
     @classmethod
     def of(cls, parts: Iterable["Totals"]) -> Self:

@@ -7,10 +7,8 @@ finite, causal, and able to run as the decoders will run it. Which two checkpoin
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from transformers import (
 
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.logit_drift import LogitDrift, max_rounding
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
@@ -35,27 +33,26 @@ from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import MemoryPlan, plan_memory
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
-from utils.models.sources import Source, found_file, has_tokenizer, verified_download
-from utils.text import byte_size, count_of
+from utils.models.sources import Source, has_tokenizer
+from utils.text import byte_size
 
 DRAFTS = 2  # in the verify pass of `check_runs`
 
 
-def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str = "") -> PreTrainedModel:
+def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool = False) -> PreTrainedModel:
     """Load a model in a kind of quantization, one of QUANTIZATIONS. Raises UserError for anything that goes wrong.
 
-    `drafts_with` is the prefix of tensors in its files that its drafter reads, or empty.
+    `reads_rest` is True if its drafter reads tensors in its files that the model does not have.
     """
     plan_memory(source, kind, where, in_files=True)  # before anything is downloaded: the least that it can need
-    with _loading(source):
-        _check_generation_config(source)
+    with explained_errors(source.name), quiet():
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
-        check_not_quantized(config, kind, source.name)
+        check_not_quantized(config, kind, source)
         if kind == "none" and (stored := load_from_files(source, config, where)) is not None:
-            check_limits(stored.model, source.name)
-            GenerationRules.of(stored.model)
-            _report_unused(source, stored.unused, where, drafts_with)
-            return stored.model
+            model, unused = stored
+            GenerationRules.of(model)
+            _report_unused(source, () if reads_rest else unused, where)
+            return model
         plan, quantized = plan_memory(source, kind, where), quantization_arguments(kind, where.dtype)
         where.report(_progress_line(source, kind, where, plan))
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -83,15 +80,15 @@ def load_model(source: Source, kind: str, where: Placement, *, drafts_with: str 
         GenerationRules.of(model)  # raises UserError for rules that are not valid
         check_runs(model, source.name, kind)
         check_causal(model, source.name)
-    _report_unused(source, sorted(loading_info["unexpected_keys"]), where, drafts_with)
+    _report_unused(source, () if reads_rest else sorted(loading_info["unexpected_keys"]), where)
     # Without gradients, no caller that forgets no_grad can build up a graph over a whole run.
     return model.eval().requires_grad_(False)
 
 
-def _report_unused(source: Source, names: list[str], where: Placement, drafts_with: str) -> None:
+def _report_unused(source: Source, names: Sequence[str], where: Placement) -> None:
     """Not an error: a multimodal checkpoint, for example, holds parts that a text model does not have."""
-    if unused := [name for name in names if not drafts_with or not name.startswith(drafts_with)]:
-        where.report(f"{source.name}: {len(unused)} of the weights in its files are not used ({unused[0]}, ...)")
+    if names:
+        where.report(f"{source.name}: {len(names)} of the weights in its files are not used ({names[0]}, ...)")
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -105,7 +102,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 def optional_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer, or return None if the checkpoint has none. Raises UserError if its files are damaged."""
-    with _loading(source):
+    with explained_errors(source.name), quiet():
         if not has_tokenizer(source):
             return None
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
@@ -118,34 +115,6 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
     if getattr(model.config, "auto_map", None):
         return (f"{name} contains Python code of its own: it is not run, the class of transformers is used",)
     return ()
-
-
-@contextmanager
-def _loading(source: Source) -> Iterator[None]:
-    """Silence the libraries, turn exceptions into UserErrors, and verify what is downloaded."""
-    verified = nullcontext() if source.hub_arguments is None else verified_download(source.location)
-    # verified_download is the innermost, so the UserError for a damaged file passes through explained_errors unchanged.
-    with explained_errors(source.name), quiet(), verified:
-        yield
-
-
-def _check_generation_config(source: Source) -> None:
-    """Refuse a damaged generation_config.json.
-
-    transformers ignores it, and then texts end at other tokens, and no token is forbidden.
-    """
-    path = found_file(source, "generation_config.json")
-    if source.gguf or path is None:
-        return
-    try:
-        valid = isinstance(json.loads(Path(path).read_text(encoding="utf-8")), dict)
-    except (OSError, ValueError, RecursionError):
-        valid = False
-    if not valid:
-        raise UserError(
-            f"'{source.name}' has a damaged generation_config.json: fetch or copy it again, or delete it; then "
-            "config.json alone says where texts end."
-        )
 
 
 def _progress_line(source: Source, kind: str, where: Placement, plan: MemoryPlan) -> str:
@@ -186,24 +155,12 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def check_limits(model: PreTrainedModel, name: str) -> None:
-    """Reject a config with a sliding window or a context with which nothing can be generated."""
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not (isinstance(window, int) and window > 0):
-        raise UserError(f"'{name}' has a sliding window of {window} tokens: correct or delete it in its config.json.")
-    limit = context_length(model)
-    if limit is not None and limit < 2:
-        raise UserError(f"'{name}' has a context of {count_of(limit, 'token')}, which leaves no room for an answer.")
-
-
 def check_runs(model: PreTrainedModel, name: str, kind: str) -> None:
     """Run a prompt, a decode step, a verify pass and a rewind, because many configuration errors and missing kernels of
     a kind of quantization show only here.
 
     A cache that cannot be used is not an error here, because the strategies can do without.
     """
-    check_limits(model, name)
     try:
         session = ModelSession(model)
         context = session.begin([1 % vocabulary_size(model)])

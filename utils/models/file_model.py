@@ -26,7 +26,7 @@ from utils.models import Count
 from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
 from utils.models.memory import plan_memory, weight_files
-from utils.models.sources import Source, cached_folder
+from utils.models.sources import Source, checkpoint_folder
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -66,16 +66,11 @@ class FileTensor:
             return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFromFiles:
-    """unused: the names of tensors in the files that the model does not have."""
-
-    model: PreTrainedModel
-    unused: list[str]
-
-
-def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) -> LoadedFromFiles | None:
-    """Load a model without its linear weights. Returns None if only transformers' loader knows how to load it.
+def load_from_files(
+    source: Source, config: PreTrainedConfig, where: Placement
+) -> tuple[PreTrainedModel, list[str]] | None:
+    """Load a model without its linear weights. Returns it with the names of unused tensors in its files, or None if
+    only transformers' loader knows how to load it.
 
     Raises UserError for weights that do not fit into memory or are not finite.
     """
@@ -101,7 +96,7 @@ def load_from_files(source: Source, config: PreTrainedConfig, where: Placement) 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     finish(model)
-    return LoadedFromFiles(model, sorted({*tensors} - names))
+    return model, sorted({*tensors} - names)
 
 
 def check_tensor(tensor: Tensor, model: str, name: str) -> None:
@@ -137,9 +132,7 @@ def model_files(source: Source) -> list[Path]:
     """The files of a checkpoint that decide what it computes. Empty if they are not known."""
     if source.gguf:
         return [Path(source.location, source.gguf)]
-    folder: Path | None = Path(source.location)
-    if source.hub_arguments is not None:
-        folder = cached_folder(source.location, source.hub_arguments.get("revision"))
+    folder = checkpoint_folder(source)
     return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
 
 

@@ -210,21 +210,6 @@ def _q4_1(blocks: Tensor) -> _Blocks:
     return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _halves(blocks, 0), _halves(blocks, 2), 4)
 
 
-def _q5_0(blocks: Tensor) -> _Blocks:
-    values = _fifth_bits(blocks[:, 2:6]) | _fields(blocks[:, 6:], 16, 4).flatten(1)
-    return _Blocks(values, _halves(blocks, 0), None, 5, offset=-16)
-
-
-def _q5_1(blocks: Tensor) -> _Blocks:
-    values = _fifth_bits(blocks[:, 4:8]) | _fields(blocks[:, 8:], 16, 4).flatten(1)
-    return _Blocks(values, _halves(blocks, 0), _halves(blocks, 2), 5)
-
-
-def _fifth_bits(data: Tensor) -> Tensor:
-    """Return bit i of four bytes as 16 times value i: (B, 4) -> (B, 32)."""
-    return _fields(data, 1, 1).flatten(1) << 4
-
-
 def _q8_0(blocks: Tensor) -> _Blocks:
     return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0), None, 8)
 
@@ -266,8 +251,6 @@ class _Type(NamedTuple):
 UNPACKERS = {
     "Q4_0": _Type(_q4_0, 18, (0,), 0.5625),
     "Q4_1": _Type(_q4_1, 20, (0, 2), 0.625),
-    "Q5_0": _Type(_q5_0, 22, (0,), 1.0625),
-    "Q5_1": _Type(_q5_1, 24, (0, 2), 1.125),
     "Q8_0": _Type(_q8_0, 34, (0,), 1.0625),
     "Q4_K": _Type(_q4_k, 144, (0, 2), 0.75),
     "Q5_K": _Type(_q5_k, 176, (0, 2), 1.25),

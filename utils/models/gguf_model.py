@@ -1,12 +1,9 @@
-"""GGUF files as models: without unpacking their linear weights, so that engines multiply with their blocks, or
-converted once to safetensors, because transformers unpacks one for minutes at every load.
+"""GGUF files as models whose linear weights stay in the file until an engine reads them or multiplies with their
+blocks.
 
-What is not computed in blocks (embedding, output head, norms, biases, other types) is unpacked once, into a cache
-folder with the tokenizer, the config and an index of the blocks. Later starts map it and read nothing else. The linear
-weights of the model hold no data; transformers' own forward unpacks them if it is called.
-
-A cache entry is identified by the file's path, size and modification time, its number format and the version of
-transformers. A damaged entry is rebuilt. If nothing can be cached, the GGUF file itself is loaded.
+The rest (embedding, output head, norms, biases, other types) is unpacked once, into a cache folder with the tokenizer,
+the config and an index of the blocks. Later starts map it and read nothing else. Models that no engine has a forward
+pass of its own for are left to transformers' loader, which unpacks the whole file at every start.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGUFReader, dequantize
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +34,7 @@ from utils.errors import UserError
 from utils.files import file_state, user_folder
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
-from utils.models.checkpoints import load_model, load_tokenizer
+from utils.models.checkpoints import load_tokenizer
 from utils.models.devices import Placement
 from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
@@ -50,14 +47,12 @@ from utils.models.gguf_blocks import (
     tensor_processor,
 )
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.memory import free_bytes
+from utils.models.memory import check_free, plan_memory
 from utils.models.sources import Source
 from utils.text import byte_size
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
-RECIPE = 1  # increase it whenever `convert` writes something else, so that older entries are rebuilt
-NOT_CACHED = "every start converts it again"
-SIZE_MARGIN = 1.05  # size of an entry over the size of its weights
+RECIPE = 2  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class BlockSource(NamedTuple):
@@ -86,22 +81,28 @@ class InBlocks(NamedTuple):
 
 
 def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
-    """Load a GGUF file for engines that compute its blocks.
+    """Load a GGUF file on the CPU, in float32.
 
     If no engine has a forward pass of its own for the model, returns a clause that says why it must be unpacked. Raises
     UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
     """
     path = Path(source.location, str(source.gguf))
     with explained_errors(source.name), quiet():
-        folder, made_from = cache_entry(path, "blocks")
+        folder, made_from = cache_entry(path)
         if not is_intact(folder, made_from):
             with shared_reader(path) as reader:
                 if reason := _prepare(source, reader, folder, made_from, where=where):
                     return reason
             release_memory()
-        _check_memory(source.name, path, folder)
-        where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(path.stat().st_size)}) ...")
-        return InBlocks(*_loaded(source.name, path, folder))
+        loaded, size = _loaded(source.name, path, folder), path.stat().st_size
+        if where.engine_weights == "gguf":
+            remedy = "use a smaller model, or a file with fewer bits per weight"
+            check_free(source.name, size + (folder / DENSE).stat().st_size, where.device, remedy)
+        else:
+            counts = {"F32": sum(part.numel() for part in loaded.model.parameters())}
+            plan_memory(replace(source, weight_counts=counts), "none", where, in_files=True)
+        where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(size)}) ...")
+        return loaded
 
 
 def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *, where: Placement) -> str | None:
@@ -121,7 +122,7 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
     except OSError as error:
         raise UserError(
             f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
-            "there, set XDG_CACHE_HOME to a writable folder, or leave --engine-weights out."
+            "there, or set XDG_CACHE_HOME to a writable folder."
         ) from error
     return None
 
@@ -191,60 +192,8 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
     return [name for name, part in model.named_parameters() if name not in dense and not part.is_meta]
 
 
-def _check_memory(name: str, path: Path, folder: Path) -> None:
-    """Raise UserError if the weights do not fit into memory."""
-    needed = path.stat().st_size + (folder / DENSE).stat().st_size
-    if (free := free_bytes("cpu")) < needed:
-        raise UserError(
-            f"'{name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: use a "
-            "smaller model, or a file with fewer bits per weight."
-        )
-
-
-def convert_if_gguf(source: Source, where: Placement) -> Source:
-    """Return the cached conversion of a GGUF file, which is created on first use.
-
-    Returns `source` itself if it is not a GGUF file or nothing can be cached. Raises UserError if it cannot be loaded.
-    """
-    if source.gguf is None:
-        return source
-    folder, made_from = cache_entry(Path(source.location, source.gguf), str(where.dtype).removeprefix("torch."))
-    if not is_intact(folder, made_from):
-        try:
-            with build_folder(folder, made_from) as made:
-                convert(source, made, where)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            where.report(
-                f"the conversion of {source.name} could not be cached in {folder.parent} ({reason}): {NOT_CACHED}"
-            )
-            return source
-    return Source(str(folder), source.name)
-
-
-def convert(source: Source, folder: Path, where: Placement) -> None:
-    """Write a GGUF file's model and tokenizer to a folder. Raises OSError if the disk has no room for them."""
-    # Checked before minutes are spent on a conversion that would have to be repeated.
-    with explained_errors(source.name), quiet():
-        reader = GGUFReader(Path(source.location, str(source.gguf)))
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-        # A format that the checkpoint chooses ("auto") is counted as float32, the largest.
-        needed = int(weights * SIZE_MARGIN) * (4 if "16" not in str(where.dtype) else 2)
-    if (free := shutil.disk_usage(folder.parent).free) < needed:
-        raise OSError(None, f"{byte_size(free)} free, {byte_size(needed)} needed")
-    where.report(f"converting {source.name} (once, cached in {folder.parent.parent}) ...")
-    # On the CPU, because the model is only written to disk, and silently, because the conversion is reported above.
-    with shared_reader(Path(source.location, str(source.gguf))):
-        model = load_model(source, "none", replace(where, device="cpu", report=lambda line: None))
-        tokenizer = load_tokenizer(source)
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def cache_entry(path: Path, form: str) -> tuple[Path, str]:
-    """Return the folder of a file's cache entry and the origin that it must have. `form` is a number format or
-    "blocks".
+def cache_entry(path: Path) -> tuple[Path, str]:
+    """Return the folder of a file's cache entry and the origin that it must have.
 
     Removes entries of older contents, and the remains of killed runs.
     """
@@ -260,5 +209,5 @@ def cache_entry(path: Path, form: str) -> tuple[Path, str]:
         # Folders with .new- may belong to a process that is converting the file now.
         if not old.name.startswith(f"{file_key}-{state_key}-") and ".new-" not in old.name:
             shutil.rmtree(old, ignore_errors=True)
-    name = f"{file_key}-{state_key}-{form}-{transformers.__version__}"
-    return root / name, f"{state}, {form}, {transformers.__version__}, recipe {RECIPE}"
+    name = f"{file_key}-{state_key}-{transformers.__version__}"
+    return root / name, f"{state}, {transformers.__version__}, recipe {RECIPE}"

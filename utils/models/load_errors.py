@@ -38,9 +38,6 @@ CAUSES = {
     "gated": LoadCause(
         "is gated: accept its licence on its model page, then log in with `hf auth login`", ("GatedRepoError",)
     ),
-    "revision": LoadCause(
-        "has no such revision: omit @REVISION, or name a branch, a tag or a commit", ("RevisionNotFoundError",)
-    ),
     "token": LoadCause(
         "is not accessible because the hub rejects your token: log in again with `hf auth login`",
         ("Invalid credentials",),
@@ -57,39 +54,10 @@ CAUSES = {
         "needs Python code from its own repository, which is never run: use a model that transformers knows",
         ("custom code",),
     ),
-    "architecture": LoadCause(
-        "has an architecture that the installed transformers does not know",
-        ("does not recognize this architecture", "Unrecognized model"),
-    ),
-    "task": LoadCause("is not a text generation model", ("Unrecognized configuration class",)),
-    "corrupt weights": LoadCause("has truncated or corrupt weights: fetch or copy them again", ("SafetensorError",)),
     "pickled weights": LoadCause(
         "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
         ("named model.safetensors",),
-    ),
-    "shapes": LoadCause(
-        "has weights whose shapes differ from its config.json: fetch or copy it again", ("ignore_mismatched_sizes",)
-    ),
-    "package": LoadCause(
-        "needs a package that is not installed, probably for its quantization: use an unquantized model or a GGUF file",
-        ("ModuleNotFoundError", "pip install", "No module named"),
-    ),
-    "index": LoadCause(
-        "has an unusable index of its weights: fetch or copy it again",
-        ("weight_map", "is not in the index", ".index.json"),
-    ),
-    "missing file": LoadCause(
-        "lacks a file of its weights, or has one that cannot be read: fetch or copy it again",
-        (".safetensors'", '.safetensors"'),
-    ),
-    "json": LoadCause(
-        "holds a file that is not valid JSON: fetch or copy it again", ("JSONDecodeError", "RecursionError")
-    ),
-    "tokenizer": LoadCause("has no usable tokenizer files: copy them next to the weights", ("backend tokenizer",)),
-    "disk full": LoadCause(
-        "could not be stored because the disk is full: make room, or set HF_HOME to a folder on a different disk",
-        ("No space left on device",),
     ),
     "memory": LoadCause(
         "does not fit into memory: use a smaller model, --quantize int8, or a different --device",

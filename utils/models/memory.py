@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 from utils.models.devices import Placement
-from utils.models.sources import Source, cached_folder
+from utils.models.sources import Source, checkpoint_folder
 from utils.text import byte_size
 
 # Bytes per weight by safetensors format. All other formats are packed, and stay packed after loading.
@@ -40,11 +41,12 @@ def weight_counts(source: Source) -> dict[str, int]:
     """
     if source.weight_counts:
         return dict(source.weight_counts)
-    folder: Path | None = Path(source.location)
-    if source.hub_arguments is not None:
-        folder = cached_folder(source.location, source.hub_arguments.get("revision"))
     counts: Counter[str] = Counter()
     try:
+        if source.gguf:  # counted as they are unpacked
+            tensors = GGUFReader(Path(source.location, source.gguf)).tensors
+            return {"F32": sum(int(tensor.n_elements) for tensor in tensors)}
+        folder = checkpoint_folder(source)
         for path in filter(Path.is_file, weight_files(folder) if folder else ()):
             with safe_open(path, framework="pt") as file:
                 # A slice that is not read costs only the header of the file.
@@ -75,6 +77,14 @@ def free_bytes(device: str) -> int:
     return available_memory()
 
 
+def check_free(name: str, needed: int, device: str, remedy: str) -> None:
+    """Raise UserError if the weights of a model do not fit into the free memory of a device."""
+    if (free := free_bytes(device)) < needed:
+        raise UserError(
+            f"'{name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: {remedy}."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The minimum bytes for the weights, 0 if unknown. With `spread` they need several devices, because one is too
@@ -93,49 +103,31 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
     counts = weight_counts(source)
     needed = needed_bytes(counts, where.dtype, kind)
     in_files &= kind == "none" and where.device == "cpu"
-    if in_files:
-        needed = min(needed, _engine_bytes(counts, where.engine_weights, needed))
-    free = free_bytes(where.device)
-    if free < needed:
-        # Models that are no longer used may still be held by reference cycles.
-        release_memory()
-        free = free_bytes(where.device)
-    if needed <= free:
-        return MemoryPlan(needed)
-    if where.may_spread and where.device.startswith("cuda") and kind == "none":
+    if in_files and where.engine_weights in BYTES:
+        needed = min(needed, int(BYTES[where.engine_weights] * sum(counts.values())))
+    if free_bytes(where.device) < needed:
+        release_memory()  # models that are no longer used may still be held by reference cycles
+    if where.may_spread and where.device.startswith("cuda") and kind == "none" and free_bytes(where.device) < needed:
         devices = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
         if needed <= sum(map(free_bytes, devices)):
             return MemoryPlan(needed, spread=True)
-    raise UserError(
-        f"'{source.name}' needs {byte_size(needed)} of memory for its weights and {byte_size(free)} are free: "
-        f"{_engine_remedy(counts, free) if in_files else _remedy(counts, free, kind, where.device)}."
-    )
-
-
-def _engine_bytes(counts: Mapping[str, int], format: str, loaded: int) -> int:
-    share = BYTES.get(format)
-    return loaded if share is None else int(share * sum(counts.values()))
-
-
-def _engine_remedy(counts: Mapping[str, int], free: int) -> str:
-    """The formats of engine weights that fit."""
-    options = {f"--engine-weights {format}": _engine_bytes(counts, format, 0) for format in ("int8", "int4")}
-    sizes = {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none"), **options}
-    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= free]
-    return f"use {' or '.join(fitting)}" if fitting else "use a smaller model"
-
-
-def _remedy(counts: Mapping[str, int], free: int, kind: str, device: str) -> str:
-    """Return the first smaller form that fits."""
     # bitsandbytes does not run on mps, and packed weights cannot be quantized again.
-    quantizable = device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
-    for smaller in ("none", "bnb-int8", "nf4") if quantizable else ("none",):
-        size = needed_bytes(counts, torch.bfloat16, smaller)
-        if size <= free:
-            quantize = f"--quantize {smaller} (--drafter-quantize for a drafter)"
-            option = "--dtype bfloat16" if smaller == "none" else quantize
-            return f"use {option}, which needs {byte_size(size)}, or a smaller model"
-    return "use a smaller model, or a different --device"
+    quantizable = where.device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
+    check_free(source.name, needed, where.device, _remedy(counts, where.device, in_files=in_files, smaller=quantizable))
+    return MemoryPlan(needed)
+
+
+def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: bool) -> str:
+    """The smaller forms that fit. `smaller` is True if the weights can be quantized."""
+    sizes = {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none")}
+    if in_files:
+        total = sum(counts.values())
+        sizes |= {f"--engine-weights {format}": int(BYTES[format] * total) for format in ("int8", "int4")}
+    elif smaller:
+        sizes |= {f"--quantize {kind}": needed_bytes(counts, torch.bfloat16, kind) for kind in QUANTIZED_ON_LOADING}
+    free = free_bytes(device)
+    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= free]
+    return f"use {' or '.join(fitting)}" if fitting else "use a smaller model, or a different --device"
 
 
 def weight_files(folder: Path) -> Iterator[Path]:

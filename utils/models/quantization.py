@@ -1,7 +1,7 @@
 """The adapter to the two quantization libraries. Only weights are quantized; products keep the model's number format.
 
 optimum-quanto (`int8`, `int4`) rewrites a loaded model. bitsandbytes (`bnb-int8`, `nf4`) quantizes while the weights
-are read, or afterwards for GGUF files. Both are slow to import, so each is imported when it is used.
+are read from safetensors. Both are slow to import, so each is imported when it is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
 from utils.freed_memory import release_memory
+from utils.models.sources import Source
 
-QUANTO, BITSANDBYTES = ("int8", "int4"), ("bnb-int8", "nf4")
+BITSANDBYTES = ("bnb-int8", "nf4")
 OUTLIER_THRESHOLD = 6.0  # of LLM.int8 (Dettmers et al. 2022, arXiv 2208.07339), and transformers' default
 GROUP_SIZE = 32  # smallest group of weights that share a scale in int4
 
@@ -41,13 +42,15 @@ def stored_quantization(config: PreTrainedConfig) -> str | None:
     return "bnb-int8" if fields.get("load_in_8bit") else "nf4"
 
 
-def check_not_quantized(config: PreTrainedConfig, kind: str, name: str) -> None:
-    """Raise UserError if a quantized checkpoint is to be quantized again."""
+def check_not_quantized(config: PreTrainedConfig, kind: str, source: Source) -> None:
+    """Raise UserError if a quantized checkpoint is to be quantized again, or a GGUF file by bitsandbytes."""
     stored = stored_quantization(config)
     if stored in BITSANDBYTES:
         _silence_cast_warnings()
     if stored is not None and kind != "none":
-        raise UserError(f"'{name}' is already quantized ({stored}): omit {kind}.")
+        raise UserError(f"'{source.name}' is already quantized ({stored}): omit {kind}.")
+    if source.gguf and kind in BITSANDBYTES:
+        raise UserError(f"{kind} (bitsandbytes) does not read GGUF files such as '{source.name}': use int8 or int4.")
 
 
 def quantization_arguments(kind: str, dtype: torch.dtype | str) -> dict[str, Any]:
@@ -73,20 +76,12 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
         return
     if kind in BITSANDBYTES:
         _silence_cast_warnings()
-    # bitsandbytes has quantized the weights while they were read, except those of a GGUF file.
-    if not getattr(model, "is_quantized", False):
-        layers = _linear_layers(model)
-        if not layers:
+    else:
+        if not (layers := _linear_layers(model)):
             raise UserError(f"'{name}' has no linear layers to quantize: omit {kind}.")
-        if kind in QUANTO:
-            _quantize_with_quanto(model, kind, layers, name)
-        else:
-            for layer in layers:
-                model.set_submodule(layer, _bitsandbytes_linear(model.get_submodule(layer), kind))
+        _quantize_with_quanto(model, kind, layers, name)
         # The flag that transformers sets when it quantizes; the engine and the messages read it.
         model.eval().is_quantized = True
-    elif kind in QUANTO:
-        raise UserError(f"'{name}' is already quantized: omit {kind}.")
     if kind == "nf4":
         _choose_kernels(model)
     # The weights that are left would otherwise keep the unquantized checkpoint file in memory.
@@ -102,13 +97,6 @@ def _release_mapped_file(model: PreTrainedModel) -> None:
     for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
             tensor.data = tensor.data.clone()
-
-
-def has_nf4_kernel() -> bool:
-    """Whether bitsandbytes has a kernel for nf4 weights on this CPU. It multiplies in bfloat16."""
-    from bitsandbytes.nn.modules import has_avx512bf16
-
-    return bool(has_avx512bf16())
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -161,26 +149,6 @@ def _replace_extensions() -> None:
         known._lib = SimpleNamespace(unpack=unpack)
     # quanto uses torch's own kernels if its CUDA extension is not listed.
     extension._extensions.pop("quanto_cuda", None)
-
-
-def _bitsandbytes_linear(layer: nn.Linear, kind: str) -> nn.Module:
-    """Return the layer that transformers makes while it reads a checkpoint."""
-    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
-
-    shape = (layer.in_features, layer.out_features, layer.bias is not None)
-    weight, device = layer.weight.data, layer.weight.device
-    if kind == "nf4":
-        made: nn.Module = Linear4bit(
-            *shape, compute_dtype=weight.dtype, compress_statistics=False, quant_type="nf4", device="meta"
-        )
-        # The weight is quantized when it is moved to its device.
-        made.weight = Params4bit(weight, compress_statistics=False, quant_type="nf4", module=made).to(device)
-    else:
-        made = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta")
-        # Quantized by a move as well, but only by one that starts on the CPU.
-        made.weight = Int8Params(weight.cpu(), requires_grad=False).to(device)
-    made.bias = layer.bias
-    return made
 
 
 def _choose_kernels(model: PreTrainedModel) -> None:

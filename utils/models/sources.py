@@ -1,26 +1,22 @@
 """Where a model comes from: a hub id (optionally ID@REVISION), a folder, a GGUF file or the word `embedded`.
 
 Names are checked here before anything is loaded, because the messages are better than those of transformers: does a
-model of the hub exist, does it fit on the disk, did it arrive intact? One request with a short timeout is sent to the
+model of the hub exist, does it fit on the disk? One request with a short timeout is sent to the
 hub, because its own client would retry for half a minute.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
-from huggingface_hub.file_download import repo_folder_name
 from transformers.utils import cached_file
 
-from utils.artifact_cache import digest
 from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.embedded import MODEL_NAME, embedded_folder
@@ -160,6 +156,13 @@ def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> t
     return chosen, dict(info.safetensors.parameters) if info.safetensors else {}
 
 
+def checkpoint_folder(source: Source) -> Path | None:
+    """The folder with the files of a checkpoint, or None if it was not downloaded before."""
+    if source.hub_arguments is None:
+        return Path(source.location)
+    return cached_folder(source.location, source.hub_arguments.get("revision"))
+
+
 def cached_folder(name: str, revision: str | None) -> Path | None:
     """Return the folder of a model that was downloaded before."""
     path = None
@@ -167,27 +170,6 @@ def cached_folder(name: str, revision: str | None) -> Path | None:
         path = try_to_load_from_cache(name, "config.json", revision=revision)
     # A file that is known not to exist is reported as a special object, not as None.
     return Path(path).parent if isinstance(path, str) else None
-
-
-@contextmanager
-def verified_download(name: str) -> Iterator[None]:
-    """Compare the files that are downloaded in the block with the digests in their names.
-
-    Deletes the files that differ, and raises UserError if there are any.
-    """
-    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "blobs")
-    # Files from earlier runs were compared when they arrived; hashing them again would delay every start.
-    before = set(folder.glob("*"))
-    try:
-        yield
-    finally:
-        damaged = [blob for blob in sorted(set(folder.glob("*")) - before) if not _matches_its_name(blob)]
-        for blob in damaged:
-            blob.unlink(missing_ok=True)
-        if damaged:
-            raise UserError(
-                f"'{name}' arrived damaged: {len(damaged)} of its files differ from those on the hub. Load it again."
-            )
 
 
 def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None:
@@ -209,13 +191,3 @@ def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None
             "or set HF_HOME to a folder on a different disk."
         )
     report(f"downloading {word}, {byte_size(size)} in {count_of(len(missing), 'file')}, to {cache} ...")
-
-
-def _matches_its_name(blob: Path) -> bool:
-    """Whether a file has the digest in its name: SHA-256 for large files, git's SHA-1 for small ones."""
-    if re.fullmatch("[0-9a-f]{64}", blob.name):
-        return digest(blob) == blob.name
-    if re.fullmatch("[0-9a-f]{40}", blob.name):
-        data = blob.read_bytes()
-        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == blob.name
-    return True

@@ -18,7 +18,7 @@ from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import MaskedSession
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
-from utils.decode.layer_cut import first_layers
+from utils.decode.layer_cut import check_depth, first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
 from utils.drafter_formats.pard import drafting_block
@@ -26,7 +26,7 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, PARD, check_drafter
+from utils.pairs.request import LAYERS, LOADED, check_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +94,23 @@ class DrafterKind:
     """A row of the table.
 
     `name` is as in `utils.pairs.request.DRAFTERS`. `build` makes the drafter. `has_probs` is True if its drafts have a
-    distribution q. `uses_loaded` is True if it needs the pair's drafter, which must be `loaded_as` if that is set.
-    `cuts_target` is True if it is made from the target's weights. `keeps_texts` is True if it drafts from earlier
-    prompts. `parts` are the kinds that it combines, whose costs add up.
+    distribution q. `uses_loaded` is True if it needs the pair's drafter. `cuts_target` is True if it is made from the
+    target's weights. `keeps_texts` is True if it drafts from earlier prompts. `parts` are the kinds that it combines,
+    whose costs add up.
     """
 
     name: str
     build: Callable[[DrafterInputs], BuiltDrafter]
     has_probs: bool = False
     uses_loaded: bool = False
-    loaded_as: str = ""
     cuts_target: bool = False
     keeps_texts: bool = False
     parts: tuple[str, ...] = ()
 
-    def check_pair(self, pair: Pair) -> None:
-        """Raise UserError if the pair's drafter is of a different kind."""
-        if self.loaded_as and pair.drafter is not None and self.loaded_as != _kind_word(pair):
-            raise UserError(
-                f"The loaded drafter is {pair.drafter_kind}, not {self.loaded_as}: start with a different --drafter."
-            )
-
-    def survives_load(self, pair: Pair) -> bool:
-        """Whether the setting still makes sense after loading this pair."""
-        return self.loaded_as == _kind_word(pair) if self.loaded_as else not self.cuts_target
+    def check_pair(self, pair: Pair, word: str) -> None:
+        """Raise UserError if the target has too few layers for a cut."""
+        if self.cuts_target and word != pair.drafter_kind:
+            check_depth(pair.target, int(word.removeprefix(LAYERS)))
 
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
@@ -232,8 +225,6 @@ def _storage(inputs: DrafterInputs) -> BuiltDrafter:
 NGRAM = DrafterKind("ngram", _storage, keeps_texts=True)  # for n-gram assisted decoding, a separate strategy
 DRAFTER_KINDS = (
     DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
-    DrafterKind(MODEL, _loaded, has_probs=True, uses_loaded=True, loaded_as=MODEL),
-    DrafterKind(HEAD, _loaded, has_probs=True, uses_loaded=True, loaded_as=HEAD),
     DrafterKind(f"{LAYERS}K", _cut, has_probs=True, cuts_target=True),
     DrafterKind("lookup", _lookup),
     DrafterKind("suffix", _suffix, keeps_texts=True),
@@ -249,19 +240,12 @@ def drafter_kind(word: str) -> DrafterKind:
 
 def drafter_label(word: str, pair: Pair) -> str | None:
     """The drafter kind of a word of /drafter_kind for this pair, as in tables, records and costs."""
-    return pair.drafter_kind if word in (LOADED, _kind_word(pair)) else word
+    return pair.drafter_kind if word == LOADED else word
 
 
-def _kind_word(pair: Pair) -> str | None:
-    """The word of /drafter_kind for the loaded drafter: one word for all drafters that read hidden states."""
-    if isinstance(pair.drafter, FeatureDrafter):
-        return HEAD
-    return MODEL if pair.drafter_kind == PARD else pair.drafter_kind
-
-
-def surviving_kinds(words: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
-    """The words of /drafter_kind that still make sense after loading this pair, or the default."""
-    return tuple(word for word in words if drafter_kind(word).survives_load(pair)) or (LOADED,)
+def surviving_kinds(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of /drafter_kind that still make sense after loading another pair, or the default."""
+    return tuple(word for word in words if not drafter_kind(word).cuts_target) or (LOADED,)
 
 
 def drafter_alone(inputs: DrafterInputs) -> Session:

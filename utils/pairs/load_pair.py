@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from utils.decode.generation_rules import ignored_settings
@@ -22,7 +22,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import window_notes
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import DrafterFormat, format_of
-from utils.drafter_formats.mtp import load_mtp, mtp_layers, no_layers
+from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine import Engine
 from utils.engine.weight_format import EngineWeights
@@ -36,7 +36,7 @@ from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
-from utils.models.gguf_model import InBlocks, convert_if_gguf, load_in_blocks
+from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate, parse_path
@@ -52,14 +52,13 @@ from utils.pairs.request import (
     check_request,
     check_shared,
     layer_count,
-    with_defaults,
 )
 from utils.prompts.chat_template import end_ids, unknown_ids
 from utils.text import first_of
 
 # In the target's files, so not in the table. Programs feed the target's state before or after its final norm.
 MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp, lambda checkpoint: True)
-SHARED = "A drafter of the kind {} has the number format and the device of the target"
+SHARED = "A drafter of the kind {} has the number format of the target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +92,11 @@ class LoadedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """How the drafter is loaded once its target is there, and the files that it is read from.
-
-    `target_prefix` is the prefix of tensors that it reads from the target's own files, empty without such tensors.
-    """
+    """How the drafter is loaded once its target is there, and its files, or whether they are the target's own."""
 
     load: Callable[[LoadedTarget], LoadedDrafter]
     files: Sequence[Path] = ()
-    target_prefix: str = ""
+    in_target: bool = False
 
 
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
@@ -110,21 +106,14 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     for a drafter that cannot draft for the target.
     """
     device = choose_device(request.device)
-    resolved = with_defaults(request, device, choose_device(request.drafter_device or device))
+    resolved = replace(request, device=device)
     check_request(resolved)
-    check_quantization(str(resolved.quantize), device)
-    where = Placement(device, choose_dtype(resolved.dtype, device), report, engine_weights=resolved.engine_weights)
+    check_quantization(request.quantize, device)
+    dtype, may_spread = choose_dtype(request.dtype, device), request.device == "auto"
+    where = Placement(device, dtype, report, may_spread, request.engine_weights)
     source = _located(resolved, report)
-    # Before the target is loaded, so that mistakes are reported early. Only `auto` may spread a model over devices.
-    device = str(resolved.drafter_device)
-    elsewhere = replace(
-        where,
-        device=device,
-        dtype=choose_dtype(resolved.dtype, device),
-        may_spread=(request.drafter_device or request.device) == "auto",
-    )
-    plan = plan_drafter(resolved, elsewhere, source)
-    target = _load_target(source, resolved, replace(where, may_spread=request.device == "auto"), plan.target_prefix)
+    plan = plan_drafter(resolved, where, source)  # before the target is loaded, so that mistakes are reported early
+    target = _load_target(source, resolved, where, reads_rest=plan.in_target)
     drafter = plan.load(target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest again.
@@ -140,9 +129,8 @@ def _located(request: PairRequest, report: Reporter) -> Source:
     return locate(request.target, report)
 
 
-def _load_target(source: Source, request: PairRequest, where: Placement, prefix: str) -> LoadedTarget:
-    quantize = str(request.quantize)
-    model, read, blocks = _read(source, quantize, where, prefix=prefix)
+def _load_target(source: Source, request: PairRequest, where: Placement, *, reads_rest: bool = False) -> LoadedTarget:
+    model, read, blocks = _read(source, request.quantize, where, reads_rest=reads_rest)
     tokenizer = load_tokenizer(source) if read is None else read  # says that there is none
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
@@ -155,20 +143,19 @@ def _load_target(source: Source, request: PairRequest, where: Placement, prefix:
                     f"'{source.name}' has no weights in {', '.join(UNPACKERS)}, which --engine-weights gguf needs: use "
                     "--engine-weights int4 or int8."
                 )
-    return LoadedTarget(source.name, model, tokenizer, quantize, weights)
+    return LoadedTarget(source.name, model, tokenizer, request.quantize, weights)
 
 
 def _read(
-    source: Source, quantize: str, where: Placement, *, prefix: str = ""
+    source: Source, quantize: str, where: Placement, *, reads_rest: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, GgufBlocks | None]:
     """A model, its tokenizer if it has one, and the blocks of its GGUF file if engines compute it in these."""
-    if where.engine_weights == "gguf" and source.gguf and where.device == "cpu" and quantize == "none":
+    if source.gguf and quantize == "none" and (where.device, where.dtype) == ("cpu", torch.float32):
         loaded = load_in_blocks(source, where)
         if isinstance(loaded, InBlocks):
-            return loaded
+            return loaded.model, loaded.tokenizer, loaded.blocks if where.engine_weights == "gguf" else None
         where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
-    converted = convert_if_gguf(source, where)
-    return load_model(converted, quantize, where, drafts_with=prefix), optional_tokenizer(converted), None
+    return load_model(source, quantize, where, reads_rest=reads_rest), optional_tokenizer(source), None
 
 
 def _pair(
@@ -185,8 +172,7 @@ def _pair(
         target_name=name,
         drafter_name=drafter.name,
         drafter_kind=drafter.kind,
-        device=_device_of(model, str(resolved.device)),
-        drafter_device=None if drafter.model is None else _device_of(drafter.model, str(resolved.drafter_device)),
+        device=_device_of(model, resolved.device),
         dtype=str(model.dtype).removeprefix("torch."),
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
@@ -200,11 +186,11 @@ def _pair(
     )
 
 
-def _device_of(model: PreTrainedModel | FeatureDrafter, device: str) -> str:
+def _device_of(model: PreTrainedModel, device: str) -> str:
     """The device, or all devices on which accelerate keeps layers."""
     if not is_spread(model):
         return device
-    layers: dict[str, int | str] = model.hf_device_map  # type: ignore[assignment]  # set by accelerate
+    layers: dict[str, int | str] = model.hf_device_map  # set by accelerate
     devices = (f"cuda:{entry}" if isinstance(entry, int) else str(entry) for entry in layers.values())
     return " + ".join(dict.fromkeys(devices))
 
@@ -235,16 +221,16 @@ def plan_drafter(request: PairRequest, where: Placement, target: Source) -> Draf
     if drafter == MTP:
         checkpoint = _own_layers(target)
         check_shared(request, SHARED.format(MTP_FORMAT.name))
-        return DrafterPlan(partial(_load_published, checkpoint, MTP_FORMAT), (), _common_prefix(checkpoint))
+        return DrafterPlan(partial(_load_published, checkpoint, MTP_FORMAT), in_target=True)
     if folder := _head_folder(drafter, request.target):
         check_shared(request, SHARED.format(HEAD))
         return DrafterPlan(partial(_load_head, folder), sorted(filter(Path.is_file, folder.iterdir())))
-    check_quantization(str(request.drafter_quantize), where.device)
+    check_quantization(request.drafter_quantize, where.device)
     source = locate(drafter, where.report)
     if published := _published(source):
         check_shared(request, SHARED.format(published[1].name))
         return DrafterPlan(partial(_load_published, *published), model_files(source))
-    return DrafterPlan(partial(_load_model, source, str(request.drafter_quantize), where), model_files(source))
+    return DrafterPlan(partial(_load_model, source, request.drafter_quantize, where), model_files(source))
 
 
 def _head_folder(drafter: str, target: str) -> Path | None:
@@ -263,32 +249,22 @@ def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None
         return None
     with explained_errors(source.name):
         known = format_of(checkpoint)
-    if known is not None:
-        checkpoint.check_values()  # earlier than loading a target for nothing
-        return checkpoint, known
+    text = checkpoint.config.get("text_config") or {}
     # transformers would read integers as weights if no config says how they were quantized.
-    if not any(part.get("quantization_config") for part in (checkpoint.config, checkpoint.part("text_config"))):
+    if known is not None or not any(part.get("quantization_config") for part in (checkpoint.config, text)):
         checkpoint.check_types()
-    return None
+    return None if known is None else (checkpoint, known)
 
 
 def _own_layers(target: Source) -> DrafterCheckpoint:
     """The MTP layers in the files of the target. Raises UserError if they are missing or not readable."""
-    if target.gguf:
+    if (checkpoint := read_checkpoint(target)) is None:
         raise UserError(
-            f"MTP layers are not read from GGUF files such as '{target.name}': name the original checkpoint as "
+            f"MTP layers are read from safetensors only, and '{target.name}' has none: name the original checkpoint as "
             "--target, or use a different --drafter."
         )
-    if (checkpoint := read_checkpoint(target)) is None:
-        raise no_layers(target.name, {})
-    return mtp_layers(checkpoint)
-
-
-def _common_prefix(checkpoint: DrafterCheckpoint) -> str:
-    """The prefix that the names of all its tensors share."""
-    names = [stored.split(".") for _, stored in checkpoint.files.values()]
-    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
-    return "".join(f"{parts[0]}." for parts in common)
+    with explained_errors(target.name):
+        return mtp_layers(checkpoint)
 
 
 def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:

@@ -1,12 +1,12 @@
 """A loaded pair: a target, its drafter, whether the two fit together, and what is known about their weights.
 
-Vocabularies are compared id by id, and special tokens, context lengths, sizes and caches. The target verifies every
+Vocabularies are compared id by id, and context lengths, sizes and caches. The target verifies every
 draft, so an unsuitable drafter never changes the text. It only makes drafts useless, so the program reports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,7 @@ from utils.engine import Engine
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.memory import stored_bytes
-from utils.models.quantization import has_nf4_kernel
-from utils.pairs.request import MODEL, PARD, PairRequest
+from utils.pairs.request import PairRequest
 from utils.prompts.chat_template import has_chat_template, prompt_ids
 from utils.text import byte_size
 
@@ -72,8 +71,6 @@ class _Side:
         self.model, self.tokenizer = model, tokenizer
         self.ids: dict[str, int] = tokenizer.get_vocab()
         self.rows = int(model.get_input_embeddings().num_embeddings)
-        # Ids need not be contiguous, so the highest id counts, not the number of tokens.
-        self.padding = max(0, self.rows - 1 - max(self.ids.values(), default=self.rows - 1))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
 
 
@@ -133,15 +130,6 @@ def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
 
 def _properties(ours: _Side, theirs: _Side) -> Iterator[PairFinding]:
     """What differs without making the drafter wrong."""
-    padded = "never drafted and never sampled" if ours.padding or theirs.padding else ""
-    yield PairFinding("padding rows", f"{ours.padding:,} and {theirs.padding:,}", padded)
-    for what, read in COMPARED.items():
-        mine, other = read(ours), read(theirs)
-        if mine == other:
-            yield PairFinding(what, _brief(mine), "the same")
-        else:
-            both = f"{_brief(mine)} and {_brief(other)}"
-            yield PairFinding(what, both, "they differ: those of the target are used")
     yield _first_token(ours.tokenizer)
     ratio = theirs.parameters / max(1, ours.parameters)
     shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
@@ -152,29 +140,6 @@ def _properties(ours: _Side, theirs: _Side) -> Iterator[PairFinding]:
     is_short = drafter is not None and (target is None or drafter < target)
     remark = "nothing is drafted beyond the drafter's context" if is_short else ""
     yield PairFinding("context", shown, remark, warns=is_short)
-
-
-def _brief(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(value[:4]) + (f" and {len(value) - 4} more" if len(value) > 4 else "") or "none"
-    return f"{len(value):,} characters" if isinstance(value, str) and value else "none"
-
-
-def _end_tokens(side: _Side) -> list[str]:
-    """The end tokens in the model's generation config."""
-    configured = side.model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    # A config may name an id beyond the vocabulary, which convert_ids_to_tokens would refuse. bool is a subclass of
-    # int.
-    known = [number for number in ids if type(number) is int and 0 <= number < side.rows]
-    return [str(token) for token in side.tokenizer.convert_ids_to_tokens(known)]
-
-
-COMPARED: dict[str, Callable[[_Side], object]] = {
-    "special tokens": lambda side: sorted(side.tokenizer.all_special_tokens),
-    "end of text": _end_tokens,
-    "chat template": lambda side: side.tokenizer.chat_template,
-}
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase) -> PairFinding:
@@ -216,8 +181,8 @@ def _millions(count: int) -> str:
 class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
-    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `device` and
-    `drafter_device` are where the weights are. `quantize` and `drafter_quantize` are one of utils.bounds.QUANTIZATIONS.
+    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `device` is
+    where the target's weights are. `quantize` and `drafter_quantize` are one of utils.bounds.QUANTIZATIONS.
     `notes` are messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs
     from the target's, so that drafts must be translated.
     """
@@ -230,7 +195,6 @@ class Pair:
     drafter_name: str | None
     drafter_kind: str | None
     device: str
-    drafter_device: str | None
     dtype: str
     quantize: str
     drafter_quantize: str | None
@@ -280,7 +244,7 @@ def loaded_message(pair: Pair) -> str:
 
 
 def weight_notes(pair: Pair) -> Iterator[str]:
-    """Messages for the user: where equal texts cannot be guaranteed, and where quantization makes a model slower."""
+    """Messages for the user where equal texts cannot be guaranteed."""
     name = pair.target_name
     if (kind := pair.request.engine_weights) in ROUNDED:
         yield f"with {kind} weights {name} is a different model, compared only with itself"
@@ -295,13 +259,6 @@ def weight_notes(pair: Pair) -> Iterator[str]:
         )
     if reason:
         yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
-    weights = [(pair.quantize, pair.dtype, pair.device, name)]
-    if pair.drafter_kind in (MODEL, PARD):
-        drafter = (pair.drafter_quantize, pair.drafter_dtype, pair.drafter_device, pair.drafter_name)
-        weights.append(tuple(map(str, drafter)))  # type: ignore[arg-type]
-    for quantize, dtype, device, name in weights:
-        if _is_slow(quantize, dtype, device):
-            yield f"{quantize} saves memory but not time: on this CPU {name} is slower than in float32"
 
 
 def depends_on_width(pair: Pair) -> bool:
@@ -320,11 +277,3 @@ def _description(pair: Pair, dtype: str, quantize: str, memory: int | None) -> s
         if pair.engine.state.weights != weights:  # loading is finished, and the engine has not begun
             kernels, size = f"{weights} kernels when the engine starts", ""
     return ", ".join(filter(None, (dtype, "" if quantize == "none" else quantize, kernels, size)))
-
-
-def _is_slow(quantize: str, dtype: str, device: str) -> bool:
-    """Whether a CPU unpacks the weights in every forward, which takes longer than to multiply float32 weights."""
-    if device != "cpu" or quantize == "none":
-        return False
-    # Only in bfloat16 is there no loss of time: with int8, and with nf4 where bitsandbytes has a kernel.
-    return dtype != "bfloat16" or not (quantize == "int8" or (quantize == "nf4" and has_nf4_kernel()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, check_device
@@ -16,12 +16,12 @@ from utils.errors import UserError, check_choice
 
 # Names of drafter kinds, see drafter_kinds.
 LOADED = "loaded"  # the drafter that the pair was loaded with
-MODEL = "model"
+MODEL = "model"  # the kind of a loaded drafter model
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
-PARD = "PARD"  # a model that drafts blocks; to /drafter_kind it is a model
+PARD = "PARD"  # a model that drafts blocks
 HEAD = "head"  # the draft head of the embedded target
-DRAFTERS = (LOADED, MODEL, HEAD, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
+DRAFTERS = (LOADED, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
     "dtype": ("auto", *DTYPES),
@@ -33,44 +33,32 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """A target and a drafter by name. Without a drafter the first layers of the target draft, if it can be cut.
-
-    A `quantize` or `drafter_quantize` of None means `cuda_quantize` on a CUDA device and "none" elsewhere. A
-    `drafter_device` of None means the target's device.
-    """
+    """A target and a drafter by name. Without a drafter the first layers of the target draft, if it can be cut."""
 
     target: str
     drafter: str | None
     device: str = "auto"
     dtype: str = "auto"
-    quantize: str | None = None
-    drafter_quantize: str | None = None
+    quantize: str = "none"
+    drafter_quantize: str = "none"
     engine_weights: str = "float32"
-    drafter_device: str | None = None
-    cuda_quantize: str = "none"
 
 
-REQUEST_FIELDS = tuple(field.name for field in fields(PairRequest) if field.name != "cuda_quantize")  # that users write
+REQUEST_FIELDS = tuple(field.name for field in fields(PairRequest))
 OPTIONS = REQUEST_FIELDS[2:]  # without the models
 
 
 @dataclass(frozen=True, slots=True)
 class PairSpec:
-    """A known target and drafter, as written on the command line.
-
-    `cuda_quantize` is the quantization of both on a CUDA device, unless a flag sets it. `is_tried` is True if this
-    program has loaded the pair before.
-    """
+    """A known target and drafter, as written on the command line."""
 
     target: str
     drafter: str | None
     summary: str
-    cuda_quantize: str = "none"
-    is_tried: bool = True
 
     @property
     def request(self) -> PairRequest:
-        return PairRequest(self.target, self.drafter, cuda_quantize=self.cuda_quantize)
+        return PairRequest(self.target, self.drafter)
 
 
 def request_from_flags(arguments: argparse.Namespace) -> PairRequest:
@@ -99,6 +87,7 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
         )
     known: dict[str, str | None] = {}
     changes: dict[str, str | None] = {}
+    defaults: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if equals:
@@ -108,23 +97,10 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             # Every option, so that a known pair is the same pair whatever was loaded before.
             known = asdict(pairs[check_choice(word, tuple(pairs), "pair")].request)
     if "target" in changes:
-        # The defaults come first, so that the user's values override them.
-        changes = {"drafter": None, "cuda_quantize": "none"} | changes
-    changes = known | changes
-    if changes.get("drafter", current.drafter) is None:  # options of the old drafter are dropped with it
-        changes = dict.fromkeys(("drafter_quantize", "drafter_device")) | changes
-    return replace(current, **changes)  # type: ignore[arg-type]
-
-
-def option_changes(request: PairRequest, before: PairRequest) -> Iterator[str]:
-    """Messages for the user: which options a request has from the one before, and which it dropped."""
-    default = PairRequest(request.target, request.drafter)
-    options = [(name, *(getattr(each, name) for each in (request, before, default))) for name in OPTIONS]
-    kept = [f"{name.replace('_', '-')} {now}" for name, now, old, usual in options if now == old != usual]
-    dropped = [f"{name.replace('_', '-')} {old}" for name, now, old, usual in options if now == usual != old]
-    for what, changed in (("kept", kept), ("not kept", dropped)):
-        if changed:
-            yield f"{what} from before: {', '.join(changed)}"
+        defaults["drafter"] = None
+    if (known | defaults | changes).get("drafter", current.drafter) is None:
+        defaults["drafter_quantize"] = "none"  # options of the old drafter are dropped with it
+    return replace(current, **(known | defaults | changes))  # type: ignore[arg-type]
 
 
 def check_drafter(word: str) -> str:
@@ -148,29 +124,15 @@ def check_field(name: str, value: str) -> str:
     """The value itself if the field of a request allows it. Raises UserError otherwise."""
     if name in CHOICES:
         return check_choice(value, CHOICES[name], name)
-    if name in ("device", "drafter_device"):
+    if name == "device":
         return check_device(value)
     if not value:
         raise UserError(f"{name}= needs a value.")
     return value
 
 
-def with_defaults(request: PairRequest, device: str, drafter_device: str) -> PairRequest:
-    """The request with existing devices and the default quantizations filled in."""
-    default, drafter_default = (
-        request.cuda_quantize if name.startswith("cuda") else "none" for name in (device, drafter_device)
-    )
-    return replace(
-        request,
-        device=device,
-        drafter_device=drafter_device,
-        quantize=request.quantize or default,
-        drafter_quantize=request.drafter_quantize or drafter_default,
-    )
-
-
 def check_request(request: PairRequest) -> None:
-    """Raise UserError for options that exclude each other. The defaults must be filled in."""
+    """Raise UserError for options that exclude each other. The device must be one that exists."""
     if request.target.startswith(LAYERS):
         raise UserError(f"'{request.target}' is not a target: layers:K can only be a --drafter.")
     if request.drafter is None or layer_count(request.drafter):
@@ -183,9 +145,6 @@ def check_shared(request: PairRequest, reason: str) -> None:
     """Raise UserError, with this reason, for options that need a separate drafter model."""
     if request.drafter_quantize != "none":
         raise UserError(f"{reason}: leave --drafter-quantize out.")
-    # Both are resolved devices here, so `auto` has become the name of a device.
-    if request.drafter_device != request.device:
-        raise UserError(f"{reason}: leave --drafter-device out.")
 
 
 def _check_engine_weights(request: PairRequest) -> None:
@@ -212,7 +171,6 @@ PAIRS: dict[str, PairSpec] = {
         "meta-llama/Llama-3.2-3B-Instruct",
         "meta-llama/Llama-3.2-1B-Instruct",
         "a common pair in the literature, gated, about 9 GB",
-        "int8",
     ),
     "smollm2": PairSpec(
         "HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "open, about 4 GB"
@@ -238,4 +196,4 @@ PUBLISHED = {
     "gpt-oss-20b-peagle": ("openai/gpt-oss-20b", "amazon/gpt-oss-20b-p-eagle", "P-EAGLE"),
     "gpt-oss-20b-eagle3": ("openai/gpt-oss-20b", "Dogacel/specdrift-gpt-oss-20b-eagle3", "EAGLE-3.1"),
 }
-PAIRS |= {name: PairSpec(*row, is_tried=False) for name, row in PUBLISHED.items()}
+PAIRS |= {name: PairSpec(*row) for name, row in PUBLISHED.items()}

@@ -34,10 +34,9 @@ from utils.servers.address import may_hold_key
 from utils.text import QUOTES, quoted_text
 
 try:
-    import fcntl
     import termios
 except ImportError:  # not on Windows
-    fcntl = termios = None  # type: ignore[assignment]
+    termios = None  # type: ignore[assignment]
 
 EXPLAIN = "/explain"  # what F1 types
 PRIVATE_FOLDER = 0o700
@@ -243,18 +242,6 @@ def piped_lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace", newline="\n")
     for line in sys.stdin or ():  # None if standard input is closed
         yield line.removesuffix("\n").removesuffix("\r")
-
-
-def input_waits() -> bool:
-    """Whether standard input is a file or pipe with unread input. Nothing is read."""
-    # Not select, which also reports the end of the input.
-    try:
-        number = sys.stdin.fileno()
-        if sys.stdin.isatty():
-            return False
-        return int.from_bytes(fcntl.ioctl(number, termios.FIONREAD, bytes(4)), sys.byteorder) > 0
-    except (OSError, ValueError, AttributeError):  # Windows; closed, or not a file of the system
-        return False
 
 
 @contextmanager

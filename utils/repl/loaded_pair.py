@@ -29,7 +29,7 @@ from utils.models.feature_drafter import Conventions, FeatureDrafter
 from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
-from utils.pairs.request import PAIRS, PairRequest, PairSpec, option_changes
+from utils.pairs.request import PAIRS, PairRequest, PairSpec
 from utils.prompts.chat_template import has_chat_template
 from utils.prompts.conversation import format_turns
 from utils.repl.status import limits_of, pair_names
@@ -218,7 +218,7 @@ class SessionTools:
 
 
 class BackgroundTask:
-    """Work that is done once: in a thread after `start`, or in the first call of `finish` after `plan`.
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
 
     While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
 
@@ -230,21 +230,12 @@ class BackgroundTask:
         self._thread: Thread | None = None
         self._stopped = Event()
         self._error: BaseException | None = None
-        self._is_planned = False
+        self.is_planned = False
 
     @property
     def is_running(self) -> bool:
         """Whether a thread is working."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether `finish` has work to do."""
-        return self._is_planned
-
-    def plan(self) -> None:
-        """Postpone the work to the next call of `finish`."""
-        self._is_planned = True
 
     def start(self) -> None:
         """Start the thread."""
@@ -263,9 +254,9 @@ class BackgroundTask:
     def finish(self) -> None:
         """Wait for the thread, or do the planned work."""
         self.wait()
-        if self._is_planned:
+        if self.is_planned:
             self._work(lambda: False)
-            self._is_planned = False  # after the work, so that interrupted work starts again
+            self.is_planned = False  # after the work, so that interrupted work starts again
 
     def stop(self) -> None:
         """End the thread as soon as possible."""
@@ -365,15 +356,12 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     renderer, threads = tools.renderer, torch.get_num_threads()
     note, announce = renderer.note, announcer(renderer)
     before = current.settings.current
-    if current.pair is not None:
-        for message in option_changes(request, current.pair.request):
-            note(message)
     try:
         # The old pair stays loaded until the new one is ready, so both must fit into memory at once.
         pair = tools.load(request, announce)
         note(loaded_message(pair))
         announce(STARTING_ENGINE.format(before.engine))
-        kinds = surviving_kinds(before.drafter_kind, pair)
+        kinds = surviving_kinds(before.drafter_kind)
         # costs=None, because the old costs belong to the old pair.
         loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
         loaded.introduce(note)

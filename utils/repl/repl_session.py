@@ -6,7 +6,7 @@ this package load pairs, change settings, and run prompts and reports.
 
 from collections.abc import Callable, Sequence
 
-from utils.commands import CommandContext, Outcome, Registry
+from utils.commands import CommandContext, Outcome
 from utils.commands.shared.outcomes import (
     Action,
     ChangeSettings,
@@ -22,7 +22,6 @@ from utils.commands.shared.outcomes import (
 )
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
@@ -37,7 +36,6 @@ from utils.text import quoted_text, unescape
 MAX_NESTED_FILES = 8
 # Typed without a slash they are also commands; hardly anyone wants a model to answer them.
 LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
-LONE_WORD = "'{}' alone is a command; with a blank before it, it is sent as a prompt."
 
 
 class ReplSession:
@@ -50,7 +48,6 @@ class ReplSession:
         be used.
         """
         self._tools, self._renderer = tools, tools.renderer
-        self._lone_word_noted = False
         self.succeeded = ""  # the last command, if it did what it says
         self._nested_files = 0  # /run files that are being processed
         self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
@@ -62,20 +59,12 @@ class ReplSession:
         return self.harness.pair
 
     @property
-    def limits(self) -> Limits:
-        return self._loaded.limits
-
-    @property
     def harness(self) -> Harness:
         return self._loaded.harness
 
     @property
     def settings(self) -> Settings:
         return self._loaded.settings.current
-
-    @property
-    def commands(self) -> Registry:
-        return self._tools.registry
 
     def introduce(self, seconds: float = 0.0) -> None:
         """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
@@ -85,8 +74,7 @@ class ReplSession:
         renderer, loaded = self._renderer, self._loaded
         if not self._tools.interactive:
             loaded.introduce(renderer.note)
-            if loaded.pair is not None:
-                loaded.warming.plan()
+            loaded.warming.is_planned = loaded.pair is not None
             return
         servers = self.harness.state.servers.addresses
         if loaded.pair is None:
@@ -98,10 +86,6 @@ class ReplSession:
         for line in loaded.pair.notes:
             renderer.note(line)
         loaded.warming.start()
-
-    def warm_up(self) -> None:
-        """Run every strategy once, so that no measured run includes a first use."""
-        self._loaded.warm_up()
 
     def close(self) -> None:
         """End the work behind the prompt, and close the connections to servers."""
@@ -122,19 +106,12 @@ class ReplSession:
         if (text := quoted_text(line)) is not None:
             return self.send(text) if text.strip() else Verdict.DONE
         if line.lstrip().startswith("/"):
-            return self._guarded(self._run_command, line, at_once=self.commands.is_at_once(line))
+            return self._guarded(self._run_command, line, at_once=self._tools.registry.is_at_once(line))
         word = line.strip().lower()
         if word in LONE_WORDS and not line[0].isspace():
-            self._note_lone_word(line.strip())
             return self._guarded(self._run_command, LONE_WORDS[word], at_once=True)
         # A lone word after a blank is sent without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
-
-    def _note_lone_word(self, word: str) -> None:
-        """Show once how to send such a word to the models."""
-        if not self._lone_word_noted:
-            self._renderer.note(LONE_WORD.format(word))
-        self._lone_word_noted = True
 
     def send(self, text: str) -> Verdict:
         """Run a prompt without changes, even if it looks like a command."""
@@ -170,7 +147,7 @@ class ReplSession:
             self.settings,
             registry,
             self.harness,
-            self.limits,
+            self._loaded.limits,
             facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             page=self._renderer.page,

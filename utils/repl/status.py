@@ -38,12 +38,11 @@ def model_facts(
         return (("target model", "none"), *listed)
     bound, kind, name = context_length(pair.target), f"({pair.drafter_kind})", str(pair.drafter_name)
     chat = "on" if settings.uses_chat else "off"
-    same_device = pair.drafter_device in (None, pair.device)
     return (
         ("target model", pair.target_name),
         # Names of published drafters end with the kind.
         ("drafter model", "none" if pair.drafter is None else name if name.endswith(kind) else f"{name} {kind}"),
-        ("device", pair.device if same_device else f"{pair.device}, drafter: {pair.drafter_device}"),
+        ("device", pair.device),
         ("target weights", describe_target(pair)),
         ("drafter weights", describe_drafter(pair)),
         ("engine now", pair.engine.state.sentence()),

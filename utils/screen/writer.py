@@ -15,7 +15,7 @@ from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.text import Text
 
 UNLIMITED = 10_000  # columns of a file or a pipe
-MARGIN = 8  # columns right of a progress line, where the terminal echoes ^C
+MARGIN = 1  # columns right of a progress line: after the last one some terminals begin a new line
 MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
 CLEAR_LINE = "\r\x1b[K"
 

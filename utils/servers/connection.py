@@ -135,15 +135,14 @@ class ServerList:
         """
         with_server(self.addresses, address)
         url = yield from self.local.start(address.name, launch, limit=limit)
-        self.use((*self.addresses, replace(address, url=url, model=self.local.model_of(address.name))))
+        self.use((*self.addresses, replace(address, url=url)))
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:
         """Restart a local server in another way. If that fails, it stays in the list without running."""
         if name in self.local.names():
             self.local.stop(name)
         url = yield from self.local.start(name, launch)
-        model = self.local.model_of(name)
-        self.use([replace(one, url=url, model=model) if one.name == name else one for one in self.addresses])
+        self.use([replace(one, url=url) if one.name == name else one for one in self.addresses])
 
     def close(self) -> None:
         """Close all connections, and end the servers that this session started."""

@@ -129,7 +129,11 @@ def test_a_thousand_command_lines(seed: int) -> None:
         assert verdict in (Verdict.DONE, Verdict.FAILED) and "Traceback" not in messages, (typed, messages)
         for entry in setting_fields().values():
             value = entry.show(session.settings)
-            assert entry.change(session.settings, value, session.limits) == session.settings, (typed, entry.name, value)
+            assert entry.change(session.settings, value, session._loaded.limits) == session.settings, (
+                typed,
+                entry.name,
+                value,
+            )
     for typed in ("/gamma 2", "/target on", "hello"):  # a line may have turned every strategy off
         assert session.handle(typed) is Verdict.DONE, view.take()
 

@@ -101,18 +101,7 @@ def test_a_pair_by_name_has_its_own_options(line):
     request = parse_request(line, before, PAIRS)
     pair = PAIRS["smollm2"]
     drafter = "layers:2" if "layers" in line else pair.drafter
-    assert request == PairRequest(pair.target, drafter, quantize="int4" if "int4" in line else None)
-
-
-def test_kept_and_dropped_options_are_reported(shelf):
-    view = screen()
-    session = opened(view)
-    session.handle(f"/load target={shelf / 'target'} drafter={shelf / 'drafter'} quantize=int8 drafter_quantize=int8")
-    view.take()
-    session.handle(f"/load target={shelf / 'single'}")
-    messages = view.take()[1]
-    assert "kept from before: device cpu, quantize int8" in messages
-    assert "not kept from before: drafter-quantize int8" in messages
+    assert request == PairRequest(pair.target, drafter, quantize="int4" if "int4" in line else "none")
 
 
 @pytest.mark.parametrize(

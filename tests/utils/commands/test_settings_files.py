@@ -130,7 +130,7 @@ ALL_SETTINGS = st.builds(
     **dict.fromkeys(("speculative", "ngram", "target", "drafter", "cache", "turns", "special"), st.booleans()),
     beams=st.integers(0, 16),
     gamma=st.none() | st.integers(0, 63),
-    drafter_kind=st.sampled_from([("loaded",), ("lookup", "suffix"), ("model",)]),
+    drafter_kind=st.sampled_from([("loaded",), ("lookup", "suffix"), ("chain",)]),
     costs=st.builds(Costs.of, VERIFY, BY_KIND, BY_KIND)
     | st.builds(Costs.of, VERIFY, BY_KIND, BY_KIND, length=st.integers(1, 64), longer=LONGER_COSTS),
     length=st.integers(1, 128),

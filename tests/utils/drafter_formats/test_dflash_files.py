@@ -20,6 +20,7 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
+from utils.models.load_errors import explained_errors
 from utils.pairs.doctor import other_readings
 
 DSPARK = {"markov_rank": 5, "markov_head_type": "vanilla", "confidence_head_with_markov": True}
@@ -95,11 +96,11 @@ CHANGES = [
     (lambda tensors, config: tensors["fc.weight"].fill_(float("nan")), "finite"),
     (lambda tensors, config: tensors.update({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}), "numbers per token"),
     (lambda tensors, config: tensors.update({"embed_tokens.weight": torch.zeros(20, HIDDEN)}), "embedding"),
-    (lambda tensors, config: tensors.update({"prefix_gru.weight_ih_l0": torch.zeros(3, 3)}), "Domino"),
+    (lambda tensors, config: tensors.update({"prefix_gru.weight_ih_l0": torch.zeros(3, 3)}), "prefix_gru"),
     (lambda tensors, config: tensors.update({"markov_head.gate_proj.weight": torch.zeros(3, 3)}), "gate_proj"),
     (lambda tensors, config: tensors.update({"markov_head.markov_w2.weight": torch.zeros(9, 5)}), "Markov head"),
     (lambda tensors, config: tensors.update({"markov_head.markov_w1.weight": torch.zeros(9, 5)}), "Markov head"),
-    (lambda tensors, config: tensors.update({"markov_head.markov_w1.weight": torch.zeros(9)}), "markov_w1"),
+    (lambda tensors, config: tensors.update({"markov_head.markov_w1.weight": torch.zeros(9)}), "not enough values"),
     (lambda tensors, config: tensors.update({"confidence_head.proj.weight": torch.zeros(1, 40)}), "confidence"),
     (lambda tensors, config: config.update({"markov_head_type": "rnn"}), "joint_proj"),
     (lambda tensors, config: config.update({"markov_head_type": "conv"}), "conv"),
@@ -111,7 +112,7 @@ CHANGES = [
     (lambda tensors, config: config.update({"block_size": 1, "sample_from_anchor": False}), "block_size"),
     (lambda tensors, config: config.update({"block_size": "7"}), "block_size"),
     (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
-    (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": ["1", 2, 3]}), "whole numbers"),
+    (lambda tensors, config: config.update({"aux_hidden_state_layer_ids": ["1", 2, 3]}), "hidden state 1"),
     (lambda tensors, config: config["transformer_layer_config"].update({"layer_types": ["chunked"]}), "layer_types"),
     (lambda tensors, config: config["transformer_layer_config"].update({"intermediate_size": 40}), "proj"),
 ]
@@ -155,7 +156,8 @@ def test_any_value_of_a_key_is_read_or_refused(tmp_path, key):
         config = specforge_config()
         (config["dflash_config"] if nested else config)[key] = value
         try:
-            drafter = built(write_checkpoint(tmp_path, config, dspark_tensors()), target, "DSpark")
+            with explained_errors("drafter"):
+                drafter = built(write_checkpoint(tmp_path, config, dspark_tensors()), target, "DSpark")
         except UserError as error:
             assert str(error).endswith(".")
         else:

@@ -24,10 +24,7 @@ def not_loaded(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        ("mimo", "model.mtp_layers.0.input_proj.weight"),
-        ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
         ("step3p7", "model.layers.3.eh_proj.weight"),
-        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
         ("llama", "mtp.fc.weight"),
     ],
 )

@@ -68,11 +68,7 @@ def run(pair: Any, **settings: Any) -> tuple[Any, list[Any], list[int]]:
 )
 def test_a_model_with_a_mask_token_drafts_blocks(tmp_path, target, keys, size, words):
     pair = load(target, drafter(tmp_path, **keys))
-    assert (
-        pair.drafter_kind == "PARD"
-        and drafter_kind("model").survives_load(pair)
-        and any("is a PARD model" in note and words in note for note in pair.notes)
-    )
+    assert pair.drafter_kind == "PARD" and any("is a PARD model" in note and words in note for note in pair.notes)
     built, steps, expected = run(pair, gamma=16)
     assert isinstance(built.drafter._session, MaskedSession) and built.replay is Replay.BY_ROUND
     assert tokens_of(steps) == expected

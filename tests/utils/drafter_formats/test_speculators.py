@@ -12,13 +12,10 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from speculators_mtp_oracle import MTP, target_config
 from speculators_oracle import EAGLE3, HIDDEN, PEAGLE, READ, SLIDING, VOCABULARY
-from tiny import build, tiny_llama
-from transformers import AutoModelForCausalLM
+from tiny import tiny_llama
 
 from sampling.drafters.feature_sessions import FeatureSession, feature_session
-from utils.decode.features import layer_count
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.models.sources import locate
@@ -30,7 +27,6 @@ PACKAGES = ["--no-deps", "speculators==0.9.0"]
 PROGRAMS = {
     "speculators": ("speculators_oracle.py", PACKAGES),
     "speculators_blocks": ("speculators_block_oracle.py", PACKAGES),
-    "speculators_mtp": ("speculators_mtp_oracle.py", PACKAGES),
 }
 
 
@@ -72,27 +68,6 @@ def check_logits(folder: Path, growth: int) -> None:
 @pytest.mark.parametrize("name", EAGLE3 | PEAGLE | SLIDING)
 def test_logits_are_those_of_the_package(name, growth):
     check_logits(FIXTURES / name, growth)
-
-
-@pytest.mark.parametrize("name", MTP)
-def test_logits_of_mtp_layers_are_those_of_the_package(name):
-    run = load_file(FIXTURES.parent / "speculators_mtp" / name / "run.safetensors")
-    target = build(AutoModelForCausalLM.from_config, target_config(name), 0)
-    check_first_drafts(f"speculators_mtp/{name}", target, run["tokens"].tolist())
-
-
-def check_first_drafts(name: str, target: Any, context: list[int]) -> None:
-    """After each position's features. The target gets the embedding and the output head of the stored run."""
-    folder = FIXTURES.parent / name
-    run = load_file(folder / "run.safetensors")
-    target.model.embed_tokens.weight.data, target.lm_head.weight.data = run["embedding"], run["lm_head"]
-    session = session_of(folder, target, (layer_count(target),))
-    session.begin(context[:1])
-    for last, row in enumerate(run["logits"]):
-        session.add_features(run["features"][last : last + 1], last, last + 1)
-        scale = run["logits"].abs().mean()
-        assert torch.allclose(session.feed(context[: last + 2], keep=1)[0] / scale, row / scale, atol=1e-5, rtol=1e-5)
-        session.rewind(last + 1)
 
 
 @pytest.mark.full

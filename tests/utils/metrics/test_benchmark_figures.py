@@ -11,7 +11,12 @@ from utils.metrics.benchmark_figures import benchmark_figures, conditional_accep
 from utils.metrics.results import Generation, pooled
 from utils.metrics.totals import Totals
 
-total = Totals.of_run
+
+def total(run: Generation) -> Totals:
+    """The totals of a local run."""
+    positions = tuple(accepted for accepted, _ in run.accepted_by_position)
+    counts = (run.drafted, run.accepted, run.target_forwards or None, len(run.steps))
+    return Totals(len(run.tokens), run.seconds, *counts, positions)
 
 
 def run_of(accepted: list[int], seconds: float, drafts: int = 3) -> Generation:

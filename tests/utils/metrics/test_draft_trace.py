@@ -20,7 +20,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.metrics.draft_trace import DraftTrace, DraftTracer, TracedDrafter, contains, rank
+from utils.metrics.draft_trace import DraftTrace, DraftTracer, contains, rank
 from utils.metrics.results import Generation, collect
 from utils.repl.runner import Verdict
 from utils.screen.renderer import RATIO_LEVELS, legend, round_pieces, trace_lines
@@ -35,9 +35,7 @@ def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, Gener
     tracer, verification = DraftTracer(accepts_by_ratio=rule == "rejection"), RULES[rule]
     size, shares_noise = target.config.vocab_size, verification.shares_noise
     drafts = ModelDrafter(ModelSession(drafter), decoding, size, shares_noise=shares_noise, observed=True)
-    steps = speculative_steps(
-        PROMPT, TracedDrafter(drafts, tracer), ModelSession(target), decoding, gamma=3, rule=verification
-    )
+    steps = speculative_steps(PROMPT, tracer.around(drafts), ModelSession(target), decoding, gamma=3, rule=verification)
     return target, drafter, collect(steps, tracer=tracer)
 
 
@@ -90,7 +88,7 @@ def test_origins_of_matches() -> None:
     storage = NGramStorage(3, target.config.vocab_size)
     storage.initialize([7, 8, 9, 30, 31, 32])  # an earlier prompt
     tracer = DraftTracer()
-    drafts = TracedDrafter(NGramDrafter(storage, decoding.noise, filler_top_k=8, observed=True), tracer)
+    drafts = tracer.around(NGramDrafter(storage, decoding.noise, filler_top_k=8, observed=True))
     run = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3), tracer=tracer)
     prompt, earlier = (NGramStorage(3, target.config.vocab_size) for _ in range(2))
     prompt.initialize(PROMPT)
@@ -123,7 +121,7 @@ def test_an_earlier_prompt_and_the_seed_are_origins() -> None:
     earlier, tracer = NGramStorage(2, target.config.vocab_size), DraftTracer()
     earlier.initialize([PROMPT[-1], 55])
     ngrams = NGramDrafter(earlier, decoding.noise, filler_top_k=1, stop_if_unknown=False, observed=True)
-    drafts = TracedDrafter(ngrams, tracer)
+    drafts = tracer.around(ngrams)
     run = collect(speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2), tracer=tracer)
     assert run.traces[0][0].origin == "an earlier prompt" and run.traces[0][0].token == 55
     assert any(trace.origin == "the seed" and trace.match_length == 0 for traces in run.traces for trace in traces)

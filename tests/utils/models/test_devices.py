@@ -42,26 +42,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requested
 
 
-def test_a_drafter_is_loaded_to_its_own_device(shelf: Path, devices: list[str]) -> None:
-    pair = load(shelf / "target", shelf / "drafter", device="cuda:1", drafter_device="cpu")
-    assert devices == ["cuda:1", "cpu"] and (pair.device, pair.drafter_device) == ("cuda:1", "cpu")
+def test_both_models_are_loaded_to_the_device(shelf: Path, devices: list[str]) -> None:
     pair = load(shelf / "target", shelf / "drafter", device="cuda:1")
-    assert devices[2:] == ["cuda:1"] * 2 and pair.drafter_device == "cuda:1"
+    assert devices == ["cuda:1"] * 2 and pair.device == "cuda:1"
 
 
 def write_head(folder: Path, target: PreTrainedModel) -> Path:
     model = tiny_head(target)
     save_head(folder, HeadFile.of(model.head, model.vocabulary, target))
     return folder
-
-
-def test_layers_and_heads_stay_on_the_device_of_the_target(shelf: Path, devices: list[str], tmp_path: Path) -> None:
-    head = write_head(tmp_path / "head", load(shelf / "target").target)
-    for drafter in ("layers:2", None, head):
-        sentence = refusal(shelf / "target", drafter, device="cuda:0", drafter_device="cpu")
-        assert "--drafter-device" in sentence
-    assert load(shelf / "target", "layers:2", drafter_device="cpu").drafter_kind == "layers:2"
-    assert "mps" in refusal(shelf / "target", shelf / "drafter", drafter_device="mps")
 
 
 def test_a_residual_is_computed_on_the_device_of_the_target() -> None:

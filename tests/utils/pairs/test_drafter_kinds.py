@@ -30,7 +30,6 @@ from utils.repl.runner import Verdict
 
 NAMES = [kind.name for kind in DRAFTER_KINDS]
 PROMPT = [5, 9, 13, 7] * 3
-LOADED_KINDS = ("model", "head", "layers:4", None)
 
 
 @pytest.mark.parametrize("kind", DRAFTER_KINDS, ids=NAMES)
@@ -56,42 +55,14 @@ def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
     assert f"'layers:{number}'" in str(caught.value) and "layers:K" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("word", "loaded"),
-    [
-        ("loaded", LOADED_KINDS),
-        ("model", ("model",)),
-        ("head", ("head",)),
-        ("layers:4", ()),
-        ("lookup", LOADED_KINDS),
-        ("suffix", LOADED_KINDS),
-        ("chain", LOADED_KINDS),
-    ],
-)
-def test_which_kinds_survive_load(word: str, loaded: tuple[str | None, ...]) -> None:
-    pairs = [SimpleNamespace(drafter_kind=kind, drafter=None) for kind in LOADED_KINDS]
-    assert tuple(pair.drafter_kind for pair in pairs if drafter_kind(word).survives_load(pair)) == loaded
-
-
-def test_the_default_kind_replaces_those_that_do_not_survive_load() -> None:
-    pair = SimpleNamespace(drafter_kind="head", drafter=None)
-    assert surviving_kinds(("layers:4", "suffix", "model", "head"), pair) == ("suffix", "head")
-    assert surviving_kinds(("layers:4", "model"), pair) == ("loaded",)
-
-
-def test_a_kind_that_the_pair_does_not_have_is_refused() -> None:
-    pair = SimpleNamespace(drafter=object(), drafter_kind="model")
-    for kind in DRAFTER_KINDS:
-        if kind.loaded_as not in ("", "model"):
-            with pytest.raises(UserError, match=f"model.*{kind.loaded_as}"):
-                kind.check_pair(pair)
-        else:
-            kind.check_pair(pair)
+def test_cuts_of_the_old_target_do_not_survive_load() -> None:
+    assert surviving_kinds(("layers:4", "suffix", "loaded")) == ("suffix", "loaded")
+    assert surviving_kinds(("layers:4",)) == ("loaded",)
 
 
 def test_records_and_costs_name_the_kind_of_the_loaded_drafter() -> None:
     pair = SimpleNamespace(drafter_kind="head", drafter=None)
-    assert [drafter_label(word, pair) for word in ("loaded", "head", "layers:4")] == ["head", "head", "layers:4"]
+    assert [drafter_label(word, pair) for word in ("loaded", "layers:4")] == ["head", "layers:4"]
 
 
 def test_the_setting_completes_the_names_of_the_table() -> None:
@@ -137,6 +108,7 @@ def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]
     pair, rule = tiny_pair(chat=False, num_hidden_layers=2), RULES[verify]
     if word == "head":
         pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
+    word = "loaded" if word in ("model", "head") else word
     settings = Settings(length=16, gamma=3, verify=verify)
     job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word).with_observers(None, tracer)
     kind = NGRAM if word == "ngram" else drafter_kind(word)

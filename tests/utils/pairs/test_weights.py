@@ -13,12 +13,10 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
 
 from utils.bounds import QUANTIZATIONS
-from utils.config.arguments import parse_arguments
 from utils.decode.engine_forward import engine_forward
 from utils.engine.module_swap import EngineLinear
 from utils.models.memory import stored_bytes
 from utils.pairs import pair as pairs
-from utils.pairs.request import PAIRS, request_from_flags, with_defaults
 from utils.text import byte_size
 
 IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
@@ -117,25 +115,12 @@ def test_shared_memory_counts_once(tmp_path: Path) -> None:
     assert stored_bytes(pair.target, besides=pair.target) == 0
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_notes_on_texts_and_speed(wide: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "has_nf4_kernel", lambda: kernel)
+def test_notes_on_texts(wide: Path) -> None:
+    def has_note(**words: str) -> bool:
+        return any("/audit" in note for note in load(wide, wide, **words).notes)
 
-    def notes(**words: str) -> list[tuple[bool, bool]]:
-        found = load(wide, wide, **words).notes
-        return [("/audit" in note, "saves memory" in note) for note in found if not note.startswith("pair: ")]
-
-    text, time = (True, False), (False, True)
-    assert notes(quantize="nf4") == [time]
-    assert notes(quantize="nf4", dtype="bfloat16") == ([text] if kernel else [text, time])
-    if not kernel:  # nothing else depends on it
-        return
-    assert notes() == []
-    assert notes(dtype="bfloat16") == [text]
-    assert notes(quantize="int8") == notes(quantize="int4") == notes(drafter_quantize="bnb-int8") == [time]
-    assert notes(quantize="int8", drafter_quantize="int4") == [time, time]
-    assert notes(quantize="bnb-int8") == notes(quantize="int4", dtype="bfloat16") == [text, time]
-    assert notes(quantize="int8", dtype="bfloat16") == [text]
+    assert has_note(dtype="bfloat16") and has_note(quantize="bnb-int8")
+    assert not has_note() and not has_note(quantize="int8", drafter_quantize="bnb-int8")
 
 
 def test_only_bnb_int8_depends_on_the_verify_width_by_more_than_rounding(wide: Path) -> None:
@@ -146,19 +131,3 @@ def test_only_bnb_int8_depends_on_the_verify_width_by_more_than_rounding(wide: P
         with torch.no_grad():
             differences[kind] = (target(input_ids=IDS[:, :1]).logits[0, 0] - target(IDS).logits[0, 0]).abs().max()
     assert max(differences[kind] for kind in ("int8", "int4", "nf4")) < 1e-4 < 1e-2 < differences["bnb-int8"]
-
-
-def formats(device: str, *flags: str) -> tuple[str | None, str | None]:
-    request = with_defaults(request_from_flags(parse_arguments([*flags])), device, device)
-    return request.quantize, request.drafter_quantize
-
-
-def test_the_llama_pair_is_int8_on_cuda() -> None:
-    assert {name for name, pair in PAIRS.items() if pair.cuda_quantize != "none"} == {"llama-3.2"}
-    llama = ("--pair", "llama-3.2")
-    assert formats("cuda", *llama) == formats("cuda:1", *llama) == ("int8", "int8")
-    assert formats("cpu", *llama) == formats("mps", *llama) == ("none", "none")
-    assert formats("cuda", *llama, "--quantize", "none") == ("none", "int8")
-    assert formats("cuda", *llama, "--quantize", "nf4", "--drafter-quantize", "none") == ("nf4", "none")
-    assert formats("cuda", "--pair", "qwen3") == formats("cuda") == formats("cuda", "--target", "x") == ("none", "none")
-    assert formats("cpu", "--quantize", "int4") == ("int4", "none")

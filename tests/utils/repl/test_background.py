@@ -131,7 +131,7 @@ def test_an_error_of_the_warm_up_is_shown_once(view: Screen) -> None:
 def test_an_interrupted_first_warm_up_is_done_again() -> None:
     work = mock.Mock(side_effect=[KeyboardInterrupt, None])
     task = BackgroundTask(work)
-    task.plan()
+    task.is_planned = True
     with pytest.raises(KeyboardInterrupt):
         task.finish()
     task.finish()

@@ -9,15 +9,13 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, eagle3_tensors, speculators_config, write_checkpoint
 from fakes import Screen, open_session, records_of
-from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
+from mtp_checkpoints import qwen_layers, tiny_mellum, write_target
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.commands.verdicts.selection import kind_name
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
-from utils.errors import UserError
-from utils.pairs.drafter_kinds import drafter_kind, drafter_label, surviving_kinds
 from utils.repl.runner import Verdict
 from utils.repl.status import first_screen, model_facts
 
@@ -30,7 +28,7 @@ def eagle3_pair(root: Path) -> Any:
 
 
 def mtp_pair(root: Path) -> Any:
-    target = tiny_qwen3(vocab_size=300)
+    target = tiny_mellum(vocab_size=300)
     return write_target(root / "target", target, qwen_layers(target), tiny_tokenizer()), "mtp"
 
 
@@ -42,7 +40,7 @@ def test_a_published_drafter_is_named_by_its_format(tmp_path: Path, view: Screen
     facts = dict(model_facts(pair, Settings()))
     assert facts["drafter model"].count(f"({name})") == 1
     session = open_session(view, pair, records=file)
-    for line in ("/length 6", "/ngram off", "/drafter_kind head suffix"):
+    for line in ("/length 6", "/ngram off", "/drafter_kind loaded suffix"):
         assert session.handle(line) is Verdict.DONE, view.take()
     view.take()
     assert session.handle("Hello there") is Verdict.DONE
@@ -53,15 +51,6 @@ def test_a_published_drafter_is_named_by_its_format(tmp_path: Path, view: Screen
     assert name in dict(session.settings.costs.draft) and "head" not in "".join(map(str, view.take()))
     strategy = next(row for row in STRATEGIES if row.name == "speculative").variants(("loaded",), pair)[0]
     assert kind_name(strategy, pair) == f"the {name} drafter"
-
-
-def test_one_word_selects_all_drafters_that_read_hidden_states(tmp_path: Path) -> None:
-    pair = load(*eagle3_pair(tmp_path))
-    assert {drafter_label(word, pair) for word in ("loaded", "head")} == {"EAGLE-3"}
-    assert surviving_kinds(("head", "model"), pair) == ("head",)
-    drafter_kind("head").check_pair(pair)
-    with pytest.raises(UserError, match="EAGLE-3, not model"):
-        drafter_kind("model").check_pair(pair)
 
 
 def test_options_of_other_drafters_are_refused_with_the_format(tmp_path: Path) -> None:

