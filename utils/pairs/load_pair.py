@@ -9,6 +9,7 @@ up are left to the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from utils.models.draft_head import is_head, load_head
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
-from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
+from utils.models.gguf_blocks import UNPACKERS, GgufBlocks, shared_reader
 from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
@@ -155,7 +156,8 @@ def _read(
         if isinstance(loaded, InBlocks):
             return loaded.model, loaded.tokenizer, loaded.blocks if where.engine_weights == "gguf" else None
         where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
-    return load_model(source, quantize, where, reads_rest=reads_rest), optional_tokenizer(source), None
+    with shared_reader(Path(source.location, source.gguf)) if source.gguf else nullcontext():
+        return load_model(source, quantize, where, reads_rest=reads_rest), optional_tokenizer(source), None
 
 
 def _pair(
