@@ -14,7 +14,7 @@ from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
 
-KINDS = ("head", "eagle3")
+KINDS = ("eagle3",)
 PLAN_FILE = "plan.json"
 TRAINING_FILE = "training.json"  # next to the weights: the settings without paths, so that it can be published
 STEPS = WholeRange(1, 8)
@@ -25,7 +25,7 @@ COUNT_FLAGS = {
     "length": "tokens per conversation",
     "batch": "conversations per training step",
     "passes": "training passes over the generated text",
-    "vocabulary": "number of token ids that a head can draft",
+    "vocabulary": "number of token ids that the drafter can draft",
 }
 
 count_flag, steps_flag = flag_type(WholeRange(1).parse), flag_type(STEPS.parse)
@@ -55,7 +55,7 @@ class TrainingPlan:
     """
 
     target: str
-    kind: str = "head"
+    kind: str = "eagle3"
     tokens: int = 1_000_000
     hours: float = 0.0
     device: str = "auto"
@@ -152,7 +152,7 @@ def _resumed(options: Options) -> Options:
 
 
 def _checked(options: Options) -> Options:
-    if options.measure and not any((options.out / name).is_file() for name in ("head.json", "config.json")):
+    if options.measure and not (options.out / "config.json").is_file():
         raise UserError(f"{options.out} contains no drafter: give a folder that this command has written as --out.")
     if not options.plan.target:
         raise UserError("--target is missing: name the model to train a drafter for, for example --target embedded.")
@@ -178,8 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--kind",
         choices=KINDS,
-        help="head: one decoder layer on the target's hidden states; eagle3: the same in the EAGLE-3 format, which "
-        "other programs load too (default: head)",
+        help="eagle3: one decoder layer on the target's hidden states, in the EAGLE-3 format (default: eagle3)",
     )
     add("--hours", type=hours_flag, metavar="H", help="time limit, of which less than half is for generation")
     add("--device", type=device_flag, metavar="auto|cpu|cuda|cuda:N|mps", help="default: auto")

@@ -56,8 +56,6 @@ GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
 KINDS = {
-    "head": "one decoder layer that reads the target's hidden states and drafts with rows of its output layer "
-    "(EAGLE, arXiv 2401.15077, 2503.01840)",
     "eagle3": "one decoder layer in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992); "
     "target.json tells its target apart",
 }

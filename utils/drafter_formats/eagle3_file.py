@@ -27,7 +27,6 @@ from utils.drafter_formats.target_parts import write_target_file
 from utils.engine import attention
 from utils.errors import UserError
 from utils.files import os_reason, replacing
-from utils.models.draft_head import shape_for
 from utils.models.feature_drafter import Conventions
 
 SPECULATORS_VERSION = "0.9.0"  # of the layout
@@ -78,24 +77,36 @@ def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
 
     It reads the hidden states `layers`. Each has a norm of its own (`fc_norm`), because they differ in scale.
     """
-    shape = shape_for(target, layers)
-    config = LlamaConfig(
-        vocab_size=vocabulary_size(target),
-        hidden_size=shape.hidden,
-        intermediate_size=shape.width,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
-        head_dim=shape.hidden // shape.heads,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
-        max_position_embeddings=shape.positions,
-        attn_implementation=attention.NAME,
-    )
-    parts = Parts(layer_count(target), shape.hidden, fc_norm=True, norm_before_fc=False, head_norms=False)
+    config = _layer_like(target)
+    parts = Parts(layer_count(target), config.hidden_size, fc_norm=True, norm_before_fc=False, head_norms=False)
     drafter = Eagle3(config, Conventions(layers), parts)
     _initialise(drafter, target)
     return drafter
+
+
+def _layer_like(target: PreTrainedModel) -> LlamaConfig:
+    """The config of a layer as wide as those of the target."""
+    own = target.config.get_text_config(decoder=True)
+    hidden, heads = own.hidden_size, own.num_attention_heads
+    # The head size is hidden / heads here, whatever the target's own head size is.
+    divisible = hidden % (2 * heads) == 0  # rotary embeddings need an even size per head
+    rope = getattr(own, "rope_parameters", None) or {}
+    theta = float(rope.get("rope_theta", 10_000.0)) if isinstance(rope, dict) else 10_000.0
+    heads, groups = (heads, getattr(own, "num_key_value_heads", None) or heads) if divisible else (1, 1)
+    return LlamaConfig(
+        vocab_size=vocabulary_size(target),
+        hidden_size=hidden,
+        intermediate_size=getattr(own, "intermediate_size", None) or 4 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=hidden // heads,
+        rms_norm_eps=1e-5,
+        # Without the target's long-context scaling.
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        max_position_embeddings=getattr(own, "max_position_embeddings", None) or 1 << 17,
+        attn_implementation=attention.NAME,
+    )
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def test_the_figures_of_the_card_can_be_repeated_without_its_flags(target, tmp_p
 @pytest.mark.parametrize("flags", [["--start", "nowhere"], ["--resume"]])
 def test_flags_without_effect_on_a_measurement_are_refused(target, finished, capsys, flags):
     with pytest.raises(SystemExit) as exit_info:
-        main(["--out", str(finished / "head"), "--target", str(target), "--measure", *flags])
+        main(["--out", str(finished / "eagle3"), "--target", str(target), "--measure", *flags])
     assert exit_info.value.code == 2 and flags[0] in message_of(capsys)
 
 
@@ -128,8 +128,8 @@ def test_a_held_out_page_without_answers_is_explained(target, tmp_path, capsys):
 # Texts are generated in the same way for every kind.
 @pytest.mark.parametrize(
     ("when", "kind"),
-    [("generation", "head"), *(("training", kind) for kind in KINDS)]
-    + [pytest.param("generation", kind, marks=pytest.mark.full) for kind in KINDS if kind != "head"],
+    [("generation", "eagle3"), *(("training", kind) for kind in KINDS)]
+    + [pytest.param("generation", kind, marks=pytest.mark.full) for kind in KINDS if kind != "eagle3"],
 )
 def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkeypatch, kind, when):
     """Bit for bit the weights of an uninterrupted run."""
@@ -178,7 +178,7 @@ def test_options_that_cannot_be_used_are_named(target, tmp_path, capsys, flags, 
 
 
 def test_unfinished_work_is_not_overwritten(target, finished, tmp_path, capsys):
-    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(finished / "eagle3", tmp_path, dirs_exist_ok=True)
     assert run(target, tmp_path) == 1
     message = message_of(capsys)
     assert str(tmp_path) in message and "--resume" in message
@@ -218,7 +218,7 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.safetensors", "pages/page-00000.safetensors"])
 def test_damaged_work_is_reported(finished, tmp_path, capsys, name):
-    shutil.copytree(finished / "head", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(finished / "eagle3", tmp_path, dirs_exist_ok=True)
     (tmp_path / "work" / name).write_bytes((tmp_path / "work" / name).read_bytes()[:20])
     assert main(["--out", str(tmp_path), "--resume"]) == 1
     assert message_of(capsys)
@@ -239,7 +239,7 @@ def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monk
         patch.setattr("sampling.distill.pipeline.CHECKPOINT_SECONDS", 0.0)
         assert run(target, tmp_path / "parts") == 130
     assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
-    ours, theirs = weights(tmp_path / "parts"), weights(finished / "head")
+    ours, theirs = weights(tmp_path / "parts"), weights(finished / "eagle3")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -276,7 +276,6 @@ def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys
         ["--hours", "nan"],
         ["--kind", "tree"],
         ["--device", "tpu"],
-        ["--layers", "1,2"],
         ["--kind", "eagle3", "--layers", "2,1"],
         ["--kind", "eagle3", "--layers", "1,2", "--start", "."],
     ],

@@ -9,11 +9,10 @@ from utils.commands.shared.columns import ResultTable, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
-from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.pard import is_pard
 from utils.errors import UserError, check_choice
-from utils.models.draft_head import is_head
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
 from utils.servers.address import (
@@ -49,9 +48,9 @@ TABLE = ResultTable(
     figure("log", "log"),
 )
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
-HEAD = (
-    "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
-    "--start {0}` makes one that it can."
+BORROWED = (
+    "The drafter in {} drafts with rows of the target's output head that are not in its files, and {} needs them "
+    "there: train one with `python -m sampling.distill`."
 )
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
@@ -122,11 +121,11 @@ def _format(kind: str, drafter: str) -> str:
     """
     if kind not in (VLLM, SGLANG) or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
         return ""
-    if is_head(folder):
-        raise UserError(HEAD.format(drafter, kind))
     checkpoint = read_checkpoint(Source(str(folder), folder.name))
     if checkpoint is None:
         return ""
+    if checkpoint.has(DRAFT_TO_TARGET) and not checkpoint.has("lm_head.weight"):
+        raise UserError(BORROWED.format(drafter, kind))
     known = format_of(checkpoint)
     return known.name if known is not None else PARD if is_pard(checkpoint.config) else ""
 
