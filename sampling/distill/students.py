@@ -1,7 +1,7 @@
 """The target, and the drafters that are trained for it ("students"): made new for a plan, read from a folder, and
 written to one.
 
-A head, or a drafter in the EAGLE-3 format, is unrolled over several drafts (arXiv 2503.01840): its prediction of step s
+A drafter in the EAGLE-3 format is unrolled over several drafts (arXiv 2503.01840): its prediction of step s
 at entry t uses its own state of step s - 1 at t and the true token.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
+from sampling.distill import unrolled_attention
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.progress import Report
@@ -30,12 +31,10 @@ from utils.drafter_formats.target_parts import DraftHead
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
 from utils.models.devices import Placement, choose_device
-from utils.models.draft_head import Head, HeadFile, feature_layers, is_head, read_head, save_head, shape_for
 from utils.models.gguf_model import convert_if_gguf
 from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads
-TRAINING_ATTENTION = "sdpa"  # faster than row-invariant attention, which only drafting needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +100,11 @@ class Predictions:
 class Student:
     """A drafter in training.
 
-    `kind` is as in --kind. `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids
-    `vocabulary` (V',). Neither is trained. `layers` are the hidden states of its pages; the last one is the input of
-    the target's output layer.
+    `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids `vocabulary` (V',). Neither is
+    trained. `layers` are the hidden states of its pages; the last one is the input of the target's output layer.
     """
 
-    def __init__(self, head: Head | Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
-        self.kind = "eagle3" if isinstance(head, Eagle3) else "head"
+    def __init__(self, head: Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
 
@@ -124,17 +121,9 @@ class Student:
             # Entry i of step s stands at position i + s, as it does when the head drafts.
             positions = torch.arange(step, step + count, device=tokens.device)[None]
             embedded = self.embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)  # true tokens, not drafts
-            states = head(states, embedded, positions, cache=cache, mask=_attention_mask(count, step, tokens.device))
+            states = head(states, embedded, positions, cache=cache)
             yield Predictions(head.norm(states), self.rows, step + 2)
             states = head.feedback(states)
-
-
-def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
-    """(1, 1, N, (step + 1) N): an entry attends to true entries up to itself and to its own earlier steps."""
-    # (N, N) each. Keys lie in the cache step after step.
-    true_entries = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-    own_steps = torch.eye(count, dtype=torch.bool, device=device)
-    return torch.cat([true_entries, *[own_steps] * step], dim=-1)[None, None]
 
 
 def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,34 +132,26 @@ def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """The hidden states that pages of this plan hold. Raises UserError if the target does not have one of them."""
+    """The hidden states that pages of this plan hold."""
     if plan.start:
         return load_student(Path(plan.start), target).layers
     count = layer_count(target.model)
-    if plan.kind == "head":
-        return page_layers(feature_layers(count))
-    chosen = [int(number) for number in plan.layers.split(",")] if plan.layers else usual_layers(count)
-    return page_layers(chosen_layers(chosen, count))
+    return page_layers(chosen_layers(usual_layers(count), count))
 
 
 def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Student:
     """A new student, or the one in `plan.start`.
 
-    The vocabulary of a head is always that of the corpus. An EAGLE-3 drafter keeps the one it has.
+    A new one drafts the most frequent tokens of the corpus, and an earlier one keeps its vocabulary.
     """
     torch.manual_seed(plan.seed)
-    student = load_student(Path(plan.start), target) if plan.start else None
-    if student is not None:
+    if plan.start:
+        student = load_student(Path(plan.start), target)
         student.head.requires_grad_(True)  # weights are frozen when they are loaded
-        if student.kind == "eagle3":
-            return student
+        return student
     counts = token_counts(corpus, vocabulary_size(target.model))
     ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values
-    if student is not None:
-        return _with_target(student.head, target, ids)
-    if plan.kind == "eagle3":
-        return _with_target(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
-    return _with_target(_new_head(target.model), target, ids)
+    return _with_target(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
 
 
 def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
@@ -184,9 +165,6 @@ def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
 
 def load_student(folder: Path, target: Target) -> Student:
     """The drafter in a folder, in float32. Raises UserError if there is none or if it does not fit the target."""
-    if is_head(folder):
-        head, vocabulary = read_head(folder, target.model)
-        return _with_target(head, target, vocabulary)
     if not (folder / CONFIG_NAME).is_file():
         raise UserError(f"{folder} contains no drafter: give a folder that this command has written.")
     checkpoint = read_checkpoint(locate(str(folder), lambda line: None))
@@ -195,58 +173,30 @@ def load_student(folder: Path, target: Target) -> Student:
         raise UserError(f"{folder} holds a model or an unknown format, which this command does not train.")
     if known.load is not load_eagle3:
         raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
-    return _loaded_eagle3(load_eagle3(checkpoint, target.model), folder)
+    return _loaded_eagle3(load_eagle3(checkpoint, target.model))
 
 
 def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:
     """Write the drafter to a folder that `--drafter FOLDER` accepts. corpus: the text that it was trained on."""
-    if isinstance(student.head, Head):
-        save_head(folder, HeadFile.of(student.head, student.vocabulary, target.model))
-        return
     counts = token_counts(corpus, vocabulary_size(target.model))
     around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
     save_eagle3(folder, student.head, target.model, around)
 
 
-def _loaded_eagle3(drafter: Eagle3, folder: Path) -> Student:
+def _loaded_eagle3(drafter: Eagle3) -> Student:
     """A loaded drafter in float32. What it may share with its target stays as it is."""
-    if any(cast(Any, layer).self_attn.sliding_window for layer in drafter.layers):
-        raise UserError(f"The drafter in {folder} has layers with a sliding window, which this command does not train.")
     embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
     del drafter.embed_tokens, drafter.lm_head
     rows, ids = output.rows.weight, output.vocabulary
     every = torch.arange(len(rows), device=rows.device)
-    drafter.config._attn_implementation = TRAINING_ATTENTION
+    drafter.config._attn_implementation = unrolled_attention.NAME
     return Student(drafter.float(), embed, rows.detach(), every if ids is None else ids)
 
 
-def _with_target(head: Head | Eagle3, target: Target, vocabulary: Tensor) -> Student:
+def _with_target(head: Eagle3, target: Target, vocabulary: Tensor) -> Student:
     """A student that reads the target's embedding, and drafts with its output rows of `vocabulary`."""
     vocabulary = vocabulary.to(target.model.device)
-    embed = target.model.get_input_embeddings()
-    if isinstance(head, Eagle3):  # it is loaded with the weights alone, without the factor of some targets
-        embed = nn.Embedding.from_pretrained(embed.weight.detach())
-        head.config._attn_implementation = TRAINING_ATTENTION
+    # Drafters are loaded with the weights alone, without the factor of some targets.
+    embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
+    head.config._attn_implementation = unrolled_attention.NAME
     return Student(head.to(target.model.device), embed, target.lm_head[vocabulary], vocabulary)
-
-
-@torch.no_grad()
-def _new_head(model: Any) -> Head:
-    """Small random weights that pass the last feature through: at first a head repeats the previous prediction."""
-    head = Head(shape_for(model, feature_layers(layer_count(model))))
-    size = head.shape.hidden
-    for parameter in head.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-    norm = getattr(model.get_decoder(), "norm", None)
-    # The last feature comes after the target's final norm. Dividing by that norm's weight undoes the scaling, and the
-    # head's own norm, which starts with the same weight, applies it again.
-    scale = torch.ones(size) if norm is None or norm.weight.shape != (size,) else norm.weight.float().cpu()
-    # Weights near 0 would give huge reciprocals.
-    median = scale.abs().median().clamp(min=1e-3)
-    scale = scale.where(scale.abs() > 0.05 * median, median)
-    head.norm.weight.copy_(scale)
-    head.read.weight[:, -size:] += torch.diag(1 / scale)
-    # The second half of the input of `mix` is the state, the first half the embedding.
-    head.mix.weight[:, -size:] += torch.eye(size)
-    return head
