@@ -30,7 +30,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from utils.models.draft_head import Head, TargetHead, shape_for
+from utils.drafter_formats.eagle3 import Eagle3
+from utils.drafter_formats.eagle3_file import new_eagle3
+from utils.drafter_formats.target_parts import DraftHead, share_parts
 
 CHATML = (
     "{% for message in messages %}"
@@ -219,12 +221,18 @@ def hidden_features(output: Any, layers: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
 
 
-def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> TargetHead:
-    """A random draft head on a target. vocabulary: the ids that it drafts, by default every second one."""
+def tiny_head(target: Any, seed: int = 0, *, layers: tuple[int, ...] = (1, -1), vocabulary: Any = None) -> Eagle3:
+    """A random EAGLE-3 drafter of a target. vocabulary: the ids that it drafts, by default every second one."""
     size = target.config.vocab_size
+    ids = torch.tensor(list(range(0, size, 2) if vocabulary is None else vocabulary))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = Head(shape_for(target, layers))
-        for part in head.parameters():
+        drafter = new_eagle3(target, layers)
+        for part in drafter.parameters():
             torch.nn.init.normal_(part, std=0.3)
-    return TargetHead(head, target, torch.tensor(list(range(0, size, 2) if vocabulary is None else vocabulary)))
+    rows = torch.nn.Linear(drafter.config.hidden_size, len(ids), bias=False)
+    rows.weight = torch.nn.Parameter(target.get_output_embeddings().weight.detach()[ids], requires_grad=False)
+    embedding = torch.nn.Embedding.from_pretrained(target.get_input_embeddings().weight.detach())
+    share_parts(drafter, embedding, DraftHead(rows, ids, size), target)
+    drafter.name_or_path = "head"
+    return drafter

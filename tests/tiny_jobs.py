@@ -37,7 +37,7 @@ def pair(kind: str) -> Any:
     )
     if kind == "head":
         made.drafter, made.drafter_kind = tiny_head(target), "head"
-        made.feature_layers = made.drafter.head.shape.layers
+        made.feature_layers = made.drafter.feature_layers
     return made
 
 

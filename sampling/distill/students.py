@@ -25,7 +25,14 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
-from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, new_eagle3, save_eagle3, usual_layers
+from utils.drafter_formats.eagle3_file import (
+    Surroundings,
+    can_be_stored,
+    chosen_layers,
+    new_eagle3,
+    save_eagle3,
+    usual_layers,
+)
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.target_parts import DraftHead
 from utils.errors import UserError
@@ -173,7 +180,10 @@ def load_student(folder: Path, target: Target) -> Student:
         raise UserError(f"{folder} holds a model or an unknown format, which this command does not train.")
     if known.load is not load_eagle3:
         raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
-    return _loaded_eagle3(load_eagle3(checkpoint, target.model))
+    drafter = load_eagle3(checkpoint, target.model)
+    if not can_be_stored(drafter):
+        raise UserError(f"The drafter in {folder} has layers with a window of one position, which are not trained.")
+    return _loaded_eagle3(drafter)
 
 
 def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:

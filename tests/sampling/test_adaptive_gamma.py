@@ -178,7 +178,7 @@ def test_a_model_drafter_learns_from_every_round(rule, kind):
         )
     else:
         model = tiny_head(target, vocabulary=range(8))
-        session = ModelSession(target, features=model.head.shape.layers)
+        session = ModelSession(target, features=model.feature_layers)
         drafter = HeadDrafter(HeadSession(model), plan, 8, shares_noise=shares, adaptive=recorder)
     steps = list(speculative_steps([1, 2, 3], drafter, session, plan, gamma=6, rule=RULES[rule]))
     assert [(len(buckets), accepted) for buckets, accepted in recorder.learned] == [

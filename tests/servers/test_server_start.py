@@ -186,7 +186,7 @@ def test_drafters_that_a_program_cannot_load_are_refused(session: ReplSession, v
     peagle = speculators_config({}, speculators_model_type="peagle", mask_token_id=1)
     write_checkpoint(tmp_path / "peagle", peagle, eagle3_tensors({}) | {"mask_hidden": torch.ones(1, 1, 96)})
     program = fake_program(tmp_path / "vllm", name="vllm")
-    for folder, part in ((EMBEDDED_HEAD, "--kind eagle3"), (tmp_path / "peagle", "method=")):
+    for folder, part in ((EMBEDDED_HEAD, "output head"), (tmp_path / "peagle", "method=")):
         assert session.handle(f"/server start vllm tiny drafter={folder} program={program}") is Verdict.FAILED
         assert part in view.take()[1]
     assert not session.harness.state.servers.addresses

@@ -84,18 +84,14 @@ class Eagle3(StepwiseDrafter):
         next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache)
         return next_states
 
-    def forward(
-        self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None) -> Tensor:
         """Return the next states (B, T, H) at `positions` (1, T).
 
         `states` (B, T, H) are those before, and `embedded` (B, T, H) the embeddings of the tokens that follow them.
-        `mask` has the entries of the cache that they may attend to, for training (1, 1, T, K); None for all up to their
-        own.
         """
         tables = self.rotary(states, positions)
-        arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
-        arguments["attention_mask"] = mask
+        arguments = {"position_ids": positions, "past_key_values": cache, "attention_mask": None}
+        arguments["position_embeddings"] = tables
         for layer in cast(Any, self.layers[: self.joining]):
             normed = layer.hidden_norm(states)
             residual = normed if self.conventions.norm_before_residual else states
@@ -113,6 +109,68 @@ class Eagle3(StepwiseDrafter):
     def feedback(self, state: Tensor) -> Tensor:
         normed: Tensor = self.norm(state)
         return normed if self.conventions.norm_output else state
+
+
+class OwnPosition(nn.Module):
+    """Attention of a layer whose window is one position. The weight of a single key is 1, so only values count."""
+
+    sliding_window = 1
+
+    def __init__(self, attends: Any) -> None:
+        super().__init__()
+        output, value = attends.o_proj, attends.v_proj
+        parts = [value.weight] if value.bias is None else [value.weight, value.bias[:, None]]
+        own = torch.cat(parts, dim=1).unflatten(0, (-1, attends.head_dim))  # (groups, D, inputs and bias)
+        own = own.repeat_interleave(attends.num_key_value_groups, 0).flatten(0, 1)
+        own = (output.weight.float() @ own.float()).to(own.dtype)
+        columns, bias = value.in_features, output.bias
+        bias = own[:, columns] + (0 if bias is None else bias) if own.shape[1] > columns else bias
+        self.linear = nn.Linear(columns, len(own), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(own[:, :columns].contiguous(), requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        return self.linear(hidden_states), None
+
+
+class NoChange(nn.Module):
+    """An MLP whose last matrix is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@torch.no_grad()
+def leave_out_idle_parts(drafter: Eagle3) -> None:
+    """Replace attention to one position, MLPs that are zero, and equal heads by less that has the same output."""
+    attending = 0
+    for layer in cast(Any, drafter.layers):
+        if layer.self_attn.sliding_window == 1:
+            layer.self_attn = OwnPosition(layer.self_attn)  # it needs no cache
+        else:
+            layer.self_attn.layer_idx = attending
+            attending += 1
+            _share_equal_heads(layer.self_attn)
+        if layer.mlp.down_proj.bias is None and not layer.mlp.down_proj.weight.any():
+            layer.mlp = NoChange()
+    drafter.config.num_hidden_layers = attending
+
+
+def _share_equal_heads(attends: Any) -> None:
+    """Keep one of neighbouring heads of keys and values that are equal."""
+    parts = [attends.k_proj, attends.v_proj]
+    if any(part.bias is not None for part in parts):
+        return
+    heads = [part.weight.unflatten(0, (-1, attends.head_dim)) for part in parts]  # (groups, D, inputs)
+    count = len(heads[0])
+    for size in range(count, 1, -1):
+        if count % size == 0 and all(torch.equal(own, own[::size].repeat_interleave(size, 0)) for own in heads):
+            for part, own in zip(parts, heads, strict=True):
+                part.weight = nn.Parameter(own[::size].flatten(0, 1).contiguous(), requires_grad=False)
+                part.out_features = len(part.weight)
+            attends.num_key_value_groups *= size
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +211,7 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     with torch.device("meta"):  # random weights would take time and memory
         drafter = Eagle3(config, conventions(checkpoint, target), parts)
     load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
+    leave_out_idle_parts(drafter)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
     head = load_head(checkpoint, target, config.hidden_size)
     share_parts(drafter, embedding, head, target)

@@ -1,6 +1,6 @@
 """From a request to a target, its drafter and their tokenizer, ready to decode.
 
-The drafter is a head, a separate model, the first layers of the target, or none.
+The drafter reads the target's hidden states, or is a separate model, the first layers of the target, or none.
 
 Options are checked before anything slow happens, and every failure is a UserError of one sentence. Decoding and warming
 up are left to the caller.
@@ -31,7 +31,6 @@ from utils.files import file_state
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
 from utils.models.devices import Placement, choose_device, choose_dtype
-from utils.models.draft_head import is_head, load_head
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
@@ -39,7 +38,7 @@ from utils.models.gguf_blocks import UNPACKERS, GgufBlocks
 from utils.models.gguf_model import InBlocks, convert_if_gguf, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.quantization import check_quantization, stored_quantization
-from utils.models.sources import Source, locate, parse_path
+from utils.models.sources import Source, locate
 from utils.pairs.pair import Compatibility, Pair, compare_models, describe_without_model, weight_notes
 from utils.pairs.request import (
     EMBEDDED,
@@ -235,26 +234,24 @@ def plan_drafter(request: PairRequest, where: Placement, target: Source) -> Draf
     if drafter == MTP:
         checkpoint = _own_layers(target)
         check_shared(request, SHARED.format(MTP_FORMAT.name))
-        return DrafterPlan(partial(_load_published, checkpoint, MTP_FORMAT), (), _common_prefix(checkpoint))
-    if folder := _head_folder(drafter, request.target):
-        check_shared(request, SHARED.format(HEAD))
-        return DrafterPlan(partial(_load_head, folder), sorted(filter(Path.is_file, folder.iterdir())))
+        load = partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name)
+        return DrafterPlan(load, (), _common_prefix(checkpoint))
     check_quantization(str(request.drafter_quantize), where.device)
-    source = locate(drafter, where.report)
+    source = _embedded_head(request.target) if drafter == HEAD else locate(drafter, where.report)
     if published := _published(source):
         check_shared(request, SHARED.format(published[1].name))
-        return DrafterPlan(partial(_load_published, *published), model_files(source))
+        kind = HEAD if drafter == HEAD else published[1].name
+        return DrafterPlan(partial(_load_published, *published, kind=kind), model_files(source))
     return DrafterPlan(partial(_load_model, source, str(request.drafter_quantize), where), model_files(source))
 
 
-def _head_folder(drafter: str, target: str) -> Path | None:
-    """The folder of a head, or None if the drafter is not a head."""
-    if drafter == HEAD and target != EMBEDDED:
+def _embedded_head(target: str) -> Source:
+    """The drafter of the embedded target. Raises UserError for a different target."""
+    if target != EMBEDDED:
         raise UserError(
             "'head' is the drafter of the embedded target: train one for this target with `python -m sampling.distill`."
         )
-    folder = EMBEDDED_HEAD if drafter == HEAD else parse_path(drafter)
-    return folder if is_head(folder) else None
+    return Source(str(EMBEDDED_HEAD), HEAD)
 
 
 def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:
@@ -291,19 +288,17 @@ def _common_prefix(checkpoint: DrafterCheckpoint) -> str:
     return "".join(f"{parts[0]}." for parts in common)
 
 
-def _load_head(folder: Path, target: LoadedTarget) -> LoadedDrafter:
-    _check_one_device(target, HEAD)
-    return LoadedDrafter(load_head(folder, target.model), f"head of {target.name}", HEAD)
-
-
-def _load_published(checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget) -> LoadedDrafter:
+def _load_published(
+    checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget, *, kind: str
+) -> LoadedDrafter:
     _check_one_device(target, known.name)
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name), quiet():
         drafter = known.load(checkpoint, target.model)
     drafter.name_or_path, drafter.is_ambiguous = checkpoint.name, known.is_ambiguous(checkpoint)
-    return LoadedDrafter(drafter, f"{checkpoint.name} ({known.name})", known.name)
+    name = f"head of {target.name}" if kind == HEAD else f"{checkpoint.name} ({known.name})"
+    return LoadedDrafter(drafter, name, kind)
 
 
 def _check_one_device(target: LoadedTarget, kind: str) -> None:

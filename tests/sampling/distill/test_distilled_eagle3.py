@@ -204,6 +204,53 @@ def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
 
 
+def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
+    """A first layer that reads its own position through any matrix, without an MLP, and equal heads in the second."""
+    hidden, config = 32, {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1}
+    config = layer_keys(**config, norm_before_residual=True, hidden_size=hidden, intermediate_size=64, head_dim=8)
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, LAYER_IDS: [2, 4, 5]}
+    tensors = two_layers(hidden)
+    start = write_checkpoint(tmp_path / "start", config, tensors)
+    out = trained(target, tmp_path / "out", "--start", str(start))
+    stored = load_file(out / "model.safetensors")
+    assert {name: part.shape for name, part in stored.items() if "layers." in name} == {
+        name: part.shape for name, part in tensors.items() if "layers." in name
+    }
+    assert not stored["layers.0.mlp.down_proj.weight"].any() and not stored["layers.0.self_attn.q_proj.weight"].any()
+    keys = stored["layers.1.self_attn.k_proj.weight"].unflatten(0, (2, 2, 8))
+    assert torch.equal(keys[:, 0], keys[:, 1]) and not torch.equal(keys[0], keys[1])
+    before, after = (
+        load_student(folder, Target(load(target, out).target, None, torch.ones(1))).head for folder in (start, out)
+    )
+    for name, part in after.state_dict().items():
+        assert ("norm" in name or "fc" in name) or not torch.equal(part, before.state_dict()[name]), name
+
+
+def two_layers(hidden):
+    """Tensors of a drafter whose first layer only mixes, with pairs of equal heads in the second."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    tensors = {"fc.weight": drawn(hidden, 3 * hidden), "norm.weight": torch.ones(hidden)}
+    for index in range(2):
+        name, columns = f"layers.{index}", hidden * (2 - index)
+        heads = drawn(2, 1, 8, columns).expand(2, 2, 8, columns).reshape(hidden, columns)
+        zero = index == 0
+        parts = {part: torch.zeros(hidden, columns) if zero else heads for part in ("q_proj", "k_proj")}
+        parts |= {
+            "v_proj": drawn(hidden, columns) if zero else heads,
+            "o_proj": torch.eye(hidden) if zero else drawn(hidden, hidden),
+        }
+        tensors |= {f"{name}.self_attn.{part}.weight": weight.clone() for part, weight in parts.items()}
+        for part, shape in (("gate_proj", (64, hidden)), ("up_proj", (64, hidden)), ("down_proj", (hidden, 64))):
+            tensors[f"{name}.mlp.{part}.weight"] = torch.zeros(shape) if zero else drawn(*shape)
+        for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if zero else [])):
+            tensors[f"{name}.{norm}.weight"] = torch.ones(hidden)
+    return tensors
+
+
 def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_path):
     """As load_eagle3 gives them to it."""
     config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})

@@ -6,6 +6,7 @@ import torch
 from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
+from sampling.distill import unrolled_attention
 from sampling.distill.chat_script import ANSWER
 from sampling.distill.loss import count_acceptance, distillation_loss
 from sampling.distill.pages import TextPage
@@ -42,9 +43,10 @@ def test_the_loss_and_its_gradient_are_cross_entropy():
 
 def student_of(model):
     drafter = tiny_head(model)
-    drafter.head.requires_grad_(True)
-    drafter.head.config._attn_implementation = "sdpa"
-    return Student(drafter.head, drafter.embed, drafter.rows.weight.detach(), drafter.vocabulary)
+    drafter.layers.requires_grad_(True)
+    drafter.fc.requires_grad_(True)
+    drafter.config._attn_implementation = unrolled_attention.NAME
+    return Student(drafter, drafter.embed_tokens, drafter.lm_head.rows.weight.detach(), drafter.lm_head.vocabulary)
 
 
 class ModelStudent:

@@ -1,5 +1,5 @@
-"""A draft head computes the same as in training, from hidden states that the target has computed anyway, and never
-changes the text.
+"""A drafter that reads hidden states computes the same as in training, from states that the target has computed
+anyway, and never changes the text.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ def features_of(target, tokens):
 def texts(target, model, rule, plan, *, gamma=4, cache=True):
     """The autoregressive text, the text with a head, and its rounds."""
     expected = tokens_of(autoregressive_steps(PROMPT, ModelSession(target, rewinds=False), plan))
-    session = ModelSession(target, use_cache=cache, features=model.head.shape.layers)
+    session = ModelSession(target, use_cache=cache, features=model.feature_layers)
     drafter = HeadDrafter(HeadSession(model), plan, session.vocab_size, shares_noise=RULES[rule].shares_noise)
     steps = list(speculative_steps(PROMPT, drafter, session, plan, gamma=gamma, rule=RULES[rule]))
     return expected, tokens_of(steps), steps
@@ -53,17 +53,17 @@ def test_drafting_computes_what_training_computed(known):
     tokens = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
     features = features_of(target, tokens)
     page = TextPage(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
-    student = Student(model.head, model.embed, model.rows.weight, model.vocabulary)
-    model.head.config._attn_implementation = "sdpa"
+    student = Student(model, model.embed_tokens, model.lm_head.rows.weight, model.lm_head.vocabulary)
+    model.config._attn_implementation = "sdpa"
     unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
-    model.head.config._attn_implementation = "row_invariant"
+    model.config._attn_implementation = "row_invariant"
     session = HeadSession(model)
     session.begin(tokens[: known + 1])
     session.add_features(features[0], 0, known)
     for step in range(3):
         logits = session.feed(tokens[: known + 1 + step], keep=1)
-        assert torch.allclose(logits[:, model.vocabulary], unrolled[step][:, known - 1], atol=1e-4)
-        others = torch.ones(64, dtype=torch.bool).index_fill_(0, model.vocabulary, False)
+        assert torch.allclose(logits[:, model.lm_head.vocabulary], unrolled[step][:, known - 1], atol=1e-4)
+        others = torch.ones(64, dtype=torch.bool).index_fill_(0, model.lm_head.vocabulary, False)
         assert torch.isneginf(logits[0, others]).all() and others.any()
 
 
@@ -97,9 +97,9 @@ def test_nothing_is_computed_twice():
         lambda module, args, kwargs, output: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     own = []
-    model.head.register_forward_hook(lambda module, args, output: own.append(output.shape[1]))
+    model.register_forward_hook(lambda module, args, output: own.append(output.shape[1]))
     plan = decoding(30, processor=PROCESSORS[0])
-    session = ModelSession(target, features=model.head.shape.layers)
+    session = ModelSession(target, features=model.feature_layers)
     steps = list(speculative_steps(PROMPT, HeadDrafter(HeadSession(model), plan, SIZE), session, plan, gamma=4))
     hook.remove()
     assert rows == [len(PROMPT), *(len(step.drafted) + 1 for step in steps[1:])]
@@ -180,7 +180,7 @@ def test_all_drafts_of_a_perfect_head_are_accepted():
 
     session = Oracle(model)
     plan = decoding(30, processor=PROCESSORS[2])
-    target_session = ModelSession(target, features=model.head.shape.layers)
+    target_session = ModelSession(target, features=model.feature_layers)
     steps = list(speculative_steps(PROMPT, HeadDrafter(session, plan, SIZE), target_session, plan, gamma=4))
     assert acceptance_of(steps) == 1.0
 
@@ -193,7 +193,8 @@ def test_an_engine_computes_the_head_and_restores_it():
     before_engine = texts(target, model, "coupled", plan)
     engine = Engine([target], helpers=[model])
     assert engine.use("invariant", 1).verified
-    assert any(isinstance(part, EngineLinear) for part in model.head.modules()) and isinstance(model.rows, EngineLinear)
+    assert any(isinstance(part, EngineLinear) for part in model.layers.modules())
+    assert isinstance(model.lm_head.rows, EngineLinear)
     packed = texts(target, model, "coupled", plan)
     assert packed[0] == packed[1] == before_engine[0] and [step.drafted for step in packed[2]] == [
         step.drafted for step in before_engine[2]
@@ -217,6 +218,6 @@ def test_a_long_prompt_is_read_in_chunks_and_gives_the_same_drafts(monkeypatch):
         session = HeadSession(model)
         session.begin(text[:601])
         session.add_features(features, 0, 600)
-        found.append([session.feed(text[: 601 + step], keep=1)[:, model.vocabulary] for step in range(3)])
+        found.append([session.feed(text[: 601 + step], keep=1)[:, model.lm_head.vocabulary] for step in range(3)])
     assert passes == [512, 88, 1, 1] * 2
     assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(*found, strict=True))

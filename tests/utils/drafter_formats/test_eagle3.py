@@ -27,6 +27,7 @@ from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from utils.decode.model_session import ModelSession
+from utils.drafter_formats import eagle3
 from utils.pairs.doctor import other_readings
 
 LAYERS, READ = 6, (2, 3, 4)
@@ -76,6 +77,30 @@ def test_all_layers_of_deepspec_read_the_embedding(tmp_path):
     for end, drafted, logits in draft_rounds(drafter, features, 3):
         expected = torch.stack(reference.drafts(features[:end], embedded[torch.tensor(drafted)], 3))
         assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_without_effect_are_left_out(tmp_path, monkeypatch, head_norms, biased):
+    """Attention to one position in either kind of layer, an MLP that is zero, and equal heads of keys and values."""
+    target, tensors = target_model(), eagle3_tensors({}, layers=3, head_norms=head_norms)
+    tensors["layers.0.mlp.down_proj.weight"].zero_()
+    for name in ("k_proj", "v_proj"):
+        tensors[f"layers.1.self_attn.{name}.weight"][SIZE:] = tensors[f"layers.1.self_attn.{name}.weight"][:SIZE]
+    if biased:
+        for index, (name, size) in product(range(3), [("v_proj", GROUPS * SIZE), ("o_proj", HIDDEN)]):
+            tensors[f"layers.{index}.self_attn.{name}.bias"] = torch.randn(size)
+    keys = layer_keys(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=1)
+    folder = write_checkpoint(tmp_path, speculators_config({}, transformer_layer_config=keys), tensors)
+    features, found = hidden_states(target, READ), []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(eagle3, "leave_out_idle_parts", lambda drafter: None)
+        drafter = loaded(folder, target, "EAGLE-3")
+        assert isinstance(drafter.layers[0].self_attn, eagle3.OwnPosition) is not whole
+        assert drafter.layers[1].self_attn.k_proj.out_features == (GROUPS if whole or biased else 1) * SIZE
+        found.append(torch.cat([logits for _, _, logits in draft_rounds(drafter, features, 3)]))
+    assert torch.allclose(*found, atol=1e-4) and found[0].isfinite().any()
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_a_head_reads_the_hidden_states_of_replays() -> None:
         if replaced:
             attached(model)
         decoding = Decoding.of(GreedyProcessor(), 40, end_ids=frozenset(), seed=1)
-        session = ModelSession(model, features=head.head.shape.layers)
+        session = ModelSession(model, features=head.feature_layers)
         drafter = HeadDrafter(HeadSession(head), decoding, VOCABULARY)
         steps = list(speculative_steps([5, 6, 7, 8], drafter, session, decoding, gamma=3))
         texts.append([(step.drafted, step.accepted, step.token) for step in steps])

@@ -17,12 +17,12 @@ from sampling import autoregressive_generate, speculative_generate
 from sampling.verification import residual_of
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_info import is_spread
+from utils.drafter_formats.eagle3_file import Surroundings, save_eagle3
 from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
 from utils.models.checkpoints import check_finite, load_model
 from utils.models.devices import Placement
-from utils.models.draft_head import HeadFile, save_head
 from utils.models.memory import needed_bytes, plan_memory, weight_counts
 from utils.models.sources import Source
 from utils.pairs import load_pair
@@ -50,8 +50,11 @@ def test_a_drafter_is_loaded_to_its_own_device(shelf: Path, devices: list[str]) 
 
 
 def write_head(folder: Path, target: PreTrainedModel) -> Path:
-    model = tiny_head(target)
-    save_head(folder, HeadFile.of(model.head, model.vocabulary, target))
+    drafter = tiny_head(target)
+    head, embedding = drafter.lm_head, drafter.embed_tokens.weight
+    del drafter.lm_head, drafter.embed_tokens
+    around = Surroundings(embedding, head.rows.weight, head.vocabulary, torch.ones(len(embedding), dtype=torch.long))
+    save_eagle3(folder, drafter, target, around)
     return folder
 
 

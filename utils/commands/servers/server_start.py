@@ -9,10 +9,9 @@ from utils.commands.shared.columns import ResultTable, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.registry import CommandContext
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
-from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
-from utils.models.draft_head import is_head
 from utils.models.sources import Source, parse_path
 from utils.servers.address import (
     ServerAddress,
@@ -55,9 +54,9 @@ METHODS = {
     VLLM: {"EAGLE-3": "eagle3", "DFlash": "dflash", "DSpark": "dspark"},
     SGLANG: {"EAGLE-3": "EAGLE3", "DFlash": "DFLASH", "DSpark": "DSPARK"},
 }
-HEAD = (
-    "The drafter in {0} is a head of this program, which {1} cannot load: `python -m sampling.distill --kind eagle3 "
-    "--start {0}` makes one that it can."
+BORROWED = (
+    "The drafter in {} drafts with rows of the target's output head that are not in its files, and {} needs them "
+    "there: train one with `python -m sampling.distill`."
 )
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
@@ -129,8 +128,6 @@ def _method(kind: str, drafter: str) -> str:
     """
     if kind not in METHODS or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
         return ""
-    if is_head(folder):
-        raise UserError(HEAD.format(drafter, kind))
     checkpoint = read_checkpoint(Source(str(folder), folder.name))
     known = None if checkpoint is None else format_of(checkpoint)
     if known is not None and known.name not in METHODS[kind]:
@@ -139,6 +136,8 @@ def _method(kind: str, drafter: str) -> str:
             f"The drafter in {drafter} has the format {known.name}. Words of {kind} are known for {words} only: give "
             "its own with method=."
         )
+    if checkpoint is not None and checkpoint.has(DRAFT_TO_TARGET) and not checkpoint.has("lm_head.weight"):
+        raise UserError(BORROWED.format(drafter, kind))
     return "" if known is None else METHODS[kind][known.name]
 
 
