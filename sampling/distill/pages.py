@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Opening, Script
+from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
 from utils.decode.engine_forward import PREFILL_CHUNK, prefill_pass
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
 from utils.files import replacing
 
-ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters serve greedy and sampled decoding
+ANSWER_TEMPERATURES = (0.0, 1.0, 0.4, 0.0, 1.0, 0.7)  # by row in turn: drafters serve greedy and sampled decoding
 SHARES = (8, 2, 8, 1)  # the lengths of conversations, by page in turn: the longest one divided by these
 LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document relative to its conversation
 SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
@@ -68,10 +68,14 @@ class TextPage:
             ]
         return found
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
         """A page of some of its rows, on `device`."""
-        tensors = (self.tokens, self.features, self.sources, self.temperatures)
-        return TextPage(*(tensor[index].to(device) for tensor in tensors))
+        return TextPage(**{name: tensor[index].to(device) for name, tensor in self.tensors.items()})
 
 
 class Corpus:
@@ -99,20 +103,12 @@ class Corpus:
 
     def add(self, page: TextPage) -> None:
         """Write a page after the last one."""
-        # "voices" and "warmths" are names of the file format, for sources and temperatures.
-        tensors = {
-            "tokens": page.tokens,
-            "features": page.features,
-            "voices": page.sources,
-            "warmths": page.temperatures,
-        }
         with replacing(self._path(len(self))) as file:
-            file.write(save(tensors, metadata={"count": str(int(page.generated.sum()))}))
+            file.write(save(page.tensors, metadata={"count": str(int(page.generated.sum()))}))
 
     def page(self, number: int) -> TextPage:
         """One page, memory-mapped."""
-        tensors = load_file(self._path(number))
-        return TextPage(tensors["tokens"], tensors["features"], tensors["voices"], tensors["warmths"])
+        return TextPage(**load_file(self._path(number)))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"page-{number:05d}.safetensors"
@@ -137,53 +133,42 @@ class PageGenerator:
         on_tokens: called with the number of new tokens.
         """
         # Generators of their own, so that a page depends on its seed and the earlier pages alone.
-        rng = random.Random(seed)
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        turn = len(earlier) % len(SHARES)
-        length = max(min(MIN_LENGTH, self._length), self._length // SHARES[turn])
-        count = max(1, size // length)
-        short = [number for number in range(len(earlier)) if SHARES[number % len(SHARES)] == max(SHARES)]
-        texts = earlier.page(rng.choice(short)).texts if short else []
-        conversations = []
-        for row in range(count):
-            temperature = ANSWER_TEMPERATURES[row % len(ANSWER_TEMPERATURES)]
-            conversations.append(Conversation(self._script, temperature, self._opening(rng, texts, length)))
+        length = max(min(MIN_LENGTH, self._length), self._length // SHARES[len(earlier) % len(SHARES)])
+        conversations = self._conversations(random.Random(seed), max(1, size // length), length, earlier)
         cache, reader = empty_cache(self._model), FeatureReader(self._model, self._layers)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        position, sampled = 0, [0] * count  # placeholders: rows begin with tokens of the template
+        position, sampled = 0, [0] * len(conversations)  # placeholders: rows begin with tokens of the template
         with torch.no_grad(), reader.watching():
             # Every row gets equally many tokens per pass, inserted or one sampled, so nothing is padded.
             while position < length:
                 width = max(1, min(length - position, PREFILL_CHUNK, *(len(row.inserted) for row in conversations)))
-                block = torch.tensor(
-                    [
-                        [row.next_token(token) for _ in range(width)]
-                        for row, token in zip(conversations, sampled, strict=True)
-                    ]
-                )
+                pairs = zip(conversations, sampled, strict=True)
+                block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
+                tokens, sources = block.unbind(-1)
+                arguments = {"past_key_values": cache, "use_cache": True, "output_hidden_states": True}
                 with prefill_pass(width > 1):
-                    output = self._model(
-                        input_ids=block[..., 0].to(self._model.device),
-                        past_key_values=cache,
-                        use_cache=True,
-                        output_hidden_states=True,
-                        logits_to_keep=1,
-                    )
-                parts.append(
-                    (block[..., 0].int(), block[..., 1].byte(), reader.features(output).to("cpu", torch.bfloat16))
-                )
+                    output = self._model(input_ids=tokens.to(self._model.device), logits_to_keep=1, **arguments)
+                parts.append((tokens.int(), sources.byte(), reader.features(output).to("cpu", torch.bfloat16)))
                 sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
                 position += width
-                on_tokens(count * width)
+                on_tokens(tokens.numel())
         tokens, sources, features = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
 
-    def _opening(self, rng: random.Random, texts: list[tuple[int, ...]], length: int) -> Opening:
-        is_short = length < self._length // 2
-        if not texts or (is_short and rng.random() > SHORT_TASKS):
-            return self._script.draw_opening(rng)
-        share = rng.uniform(*(SHORT_DOCUMENT if is_short else LONG_DOCUMENT))
-        return self._script.draw_task(rng, texts, int(share * length))
+    def _conversations(self, rng: random.Random, count: int, length: int, earlier: Corpus) -> list[Conversation]:
+        """Long ones about documents, and short ones of which some are. Questions from a file have none."""
+        short = [number for number in range(len(earlier)) if SHARES[number % len(SHARES)] == max(SHARES)]
+        texts = earlier.page(rng.choice(short)).texts if short and not self._script.complete else []
+        is_short, conversations = length < self._length // 2, []
+        for row in range(count):
+            opening = self._script.draw_opening(rng)
+            if texts and not (is_short and rng.random() > SHORT_TASKS):
+                share = rng.uniform(*(SHORT_DOCUMENT if is_short else LONG_DOCUMENT))
+                opening = self._script.draw_task(rng, texts, int(share * length))
+            temperature = ANSWER_TEMPERATURES[row % len(ANSWER_TEMPERATURES)]
+            conversations.append(Conversation(self._script, temperature, opening))
+        return conversations
 
 
 def _use_grouped_attention(model: Any) -> None:

@@ -23,21 +23,8 @@ from sampling.distill.chat_script import MAX_QUESTION_TOKENS, QUESTION_TEMPERATU
 from sampling.distill.loss import measure_acceptance, rates_of
 from sampling.distill.options import Options, public_settings, save_plan
 from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator
-from sampling.distill.progress import (
-    ProgressReporter,
-    Report,
-    TrainingProgress,
-    advice,
-    rate_text,
-    rates_text,
-)
-from sampling.distill.students import (
-    create_student,
-    load_student,
-    load_target,
-    planned_layers,
-    save_student,
-)
+from sampling.distill.progress import ProgressReporter, Report, TrainingProgress, advice, rate_text, rates_text
+from sampling.distill.students import create_student, load_student, load_target, planned_layers, save_student
 from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
 from utils.decode.model_info import context_length
 from utils.errors import UserError
@@ -91,7 +78,8 @@ class Distillation:
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
-        write_card(self._card(counts, progress, corpus.generated_tokens, trainer.step), options.out)
+        card = self._card(counts, progress, corpus.generated_tokens, trainer.step)
+        (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
             self._report(line)
         if not options.keep:
@@ -195,7 +183,7 @@ class Distillation:
             f"- Time: {progress.writing / 3600:.2f} h of generation, {progress.training / 3600:.2f} h of training.",
             f"- Machine: {_machine(model)}.",
             "",
-            "Settings: `" + json.dumps(public_settings(plan)) + "`",
+            "Settings: `" + json.dumps(public_settings(plan)) + "`\n",
         ]
 
 
@@ -206,14 +194,6 @@ def _questions(file: Path) -> list[str]:
     return questions
 
 
-def write_card(lines: list[str], folder: Path) -> None:
-    """Write README.md next to the weights. Raises UserError if writing fails."""
-    try:
-        (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}.") from error
-
-
 def _acceptance_table(counts: dict[int, Tensor]) -> list[str]:
     rates = {f"up to {length} tokens": rates_of([part]) for length, part in sorted(counts.items())}
     rates |= {"all": rates_of(counts.values())} if len(counts) > 1 else {}
@@ -221,13 +201,12 @@ def _acceptance_table(counts: dict[int, Tensor]) -> list[str]:
     return [
         f"| conversations, position of the draft in its round | {' | '.join(str(n + 1) for n in range(steps))} |",
         "|---" * (steps + 1) + "|",
-        *(f"| {name}, greedy | {_cells(part['greedy'])} |" for name, part in rates.items()),
-        *(f"| {name}, at T = 1 | {_cells(part['drawn'])} |" for name, part in rates.items()),
+        *(
+            f"| {name}, {text} | {' | '.join(map(rate_text, part[kind]))} |"
+            for kind, text in (("greedy", "greedy"), ("drawn", "at T = 1"))
+            for name, part in rates.items()
+        ),
     ]
-
-
-def _cells(rates: list[float | None]) -> str:
-    return " | ".join(map(rate_text, rates))
 
 
 def _origin(prompts: str | None) -> str:

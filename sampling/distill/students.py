@@ -114,6 +114,7 @@ class Student:
     def __init__(self, head: Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
+        head.config._attn_implementation = unrolled_attention.NAME
 
     def predictions(self, page: TextPage, steps: int) -> Iterator[Predictions]:
         """The predictions of each step, with N = T - steps - 1 entries."""
@@ -157,8 +158,11 @@ def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Studen
         student.head.requires_grad_(True)  # weights are frozen when they are loaded
         return student
     counts = token_counts(corpus, vocabulary_size(target.model))
-    ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values
-    return _with_target(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
+    ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values.to(target.model.device)
+    # Drafters are loaded with the weights alone, without the factor of some targets.
+    embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
+    head = new_eagle3(target.model, planned_layers(plan, target)[:-1])
+    return Student(head.to(target.model.device), embed, target.lm_head[ids], ids)
 
 
 def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
@@ -183,7 +187,13 @@ def load_student(folder: Path, target: Target) -> Student:
     drafter = load_eagle3(checkpoint, target.model)
     if not can_be_stored(drafter):
         raise UserError(f"The drafter in {folder} has layers with a window of one position, which are not trained.")
-    return _loaded_eagle3(drafter)
+    # What it may share with its target stays as it is.
+    embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
+    del drafter.embed_tokens, drafter.lm_head
+    rows, ids = output.rows.weight, output.vocabulary
+    return Student(
+        drafter.float(), embed, rows.detach(), torch.arange(len(rows), device=rows.device) if ids is None else ids
+    )
 
 
 def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:
@@ -191,22 +201,3 @@ def save_student(student: Student, folder: Path, target: Target, corpus: Corpus)
     counts = token_counts(corpus, vocabulary_size(target.model))
     around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
     save_eagle3(folder, student.head, target.model, around)
-
-
-def _loaded_eagle3(drafter: Eagle3) -> Student:
-    """A loaded drafter in float32. What it may share with its target stays as it is."""
-    embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
-    del drafter.embed_tokens, drafter.lm_head
-    rows, ids = output.rows.weight, output.vocabulary
-    every = torch.arange(len(rows), device=rows.device)
-    drafter.config._attn_implementation = unrolled_attention.NAME
-    return Student(drafter.float(), embed, rows.detach(), every if ids is None else ids)
-
-
-def _with_target(head: Eagle3, target: Target, vocabulary: Tensor) -> Student:
-    """A student that reads the target's embedding, and drafts with its output rows of `vocabulary`."""
-    vocabulary = vocabulary.to(target.model.device)
-    # Drafters are loaded with the weights alone, without the factor of some targets.
-    embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
-    head.config._attn_implementation = unrolled_attention.NAME
-    return Student(head.to(target.model.device), embed, target.lm_head[vocabulary], vocabulary)

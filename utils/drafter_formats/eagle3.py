@@ -202,10 +202,11 @@ def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
 
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
-    check_target_file(checkpoint, target)
+    window = check_target_file(checkpoint, target)
     checkpoint = checkpoint.renamed(RENAMED)
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
     parts = _parts(checkpoint, target, feature_size)
+    parts = replace(parts, windows=tuple(size or window for size in parts.windows))
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
     with torch.device("meta"):  # random weights would take time and memory

@@ -137,7 +137,9 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as file:
             file.write(save(tensors, metadata={"format": "pt"}))
-        write_target_file(folder, target, around.ids, around.counts)
+        # The config has the smallest window.
+        others = sorted(set(filter(None, _windows(drafter))))[1:]
+        write_target_file(folder, target, around.ids, around.counts, window=max(others, default=None))
         # Last, because a folder with this file counts as a drafter.
         with replacing(folder / CONFIG) as file:
             file.write(config.encode())
@@ -248,12 +250,10 @@ def _layer_config(drafter: Eagle3) -> dict[str, Any]:
     if theta := config.rope_parameters.get("rope_theta"):
         keys["rope_theta"] = theta  # transformers 4 reads it here
     has_bias = "layers.0.self_attn.q_proj.bias" in drafter.state_dict()
-    windows = [layer.self_attn.sliding_window for layer in cast(Any, drafter.layers)]
-    if any(windows):
-        keys |= {
-            "layer_types": [SLIDING if window else FULL for window in windows],
-            "sliding_window": max(filter(None, windows)),
-        }
+    windows = _windows(drafter)
+    if sizes := set(filter(None, windows)):
+        types = [SLIDING if window == min(sizes) else FULL for window in windows]
+        keys |= {"layer_types": types, "sliding_window": min(sizes)}
     return keys | {
         "model_type": config.model_type,
         "num_hidden_layers": len(windows),
@@ -261,6 +261,10 @@ def _layer_config(drafter: Eagle3) -> dict[str, Any]:
         "attention_bias": has_bias,
         "tie_word_embeddings": False,
     }
+
+
+def _windows(drafter: Eagle3) -> list[int | None]:
+    return [layer.self_attn.sliding_window for layer in cast(Any, drafter.layers)]
 
 
 def _verifier(target: PreTrainedModel) -> dict[str, Any]:

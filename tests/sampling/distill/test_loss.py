@@ -6,7 +6,6 @@ import torch
 from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
-from sampling.distill import unrolled_attention
 from sampling.distill.chat_script import ANSWER
 from sampling.distill.loss import count_acceptance, distillation_loss
 from sampling.distill.pages import TextPage
@@ -45,7 +44,6 @@ def student_of(model):
     drafter = tiny_head(model)
     drafter.layers.requires_grad_(True)
     drafter.fc.requires_grad_(True)
-    drafter.config._attn_implementation = unrolled_attention.NAME
     return Student(drafter, drafter.embed_tokens, drafter.lm_head.rows.weight.detach(), drafter.lm_head.vocabulary)
 
 

@@ -92,7 +92,7 @@ def test_openings_cover_all_groups_and_many_subjects():
 def test_long_conversations_are_about_earlier_answers(tmp_path):
     """Pages take turns: an eighth of the length, a half, an eighth, all of it. Documents were generated before."""
     model, length = tiny_llama(vocab_size=300, max_position_embeddings=2048), 1600
-    script, corpus = script_of(tiny_tokenizer(300), ["Why?"]), Corpus(tmp_path)
+    script, corpus = script_of(tiny_tokenizer(300)), Corpus(tmp_path)
     generator = PageGenerator(model, script, LAYERS, length=length)
     for number in range(4):
         corpus.add(generator.generate(number, 2 * length, corpus))
