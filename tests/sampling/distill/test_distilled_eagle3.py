@@ -200,6 +200,28 @@ def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp
     start = changed(folders["last"], tmp_path / "start", **flags)
     out = trained(target, tmp_path / "out", "--start", str(start), "--vocabulary", "20", "--seed", "5")
     assert load(target, out).drafter.conventions == load(target, start).drafter.conventions
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, out))
+    assert torch.equal(before["d2t"], after["d2t"]) and torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+
+
+def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
+    """A first layer that reads its own position through any matrix, without an MLP, and equal heads in the second."""
+    hidden, config = 32, {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1}
+    config = layer_keys(**config, norm_before_residual=True, hidden_size=hidden, intermediate_size=64, head_dim=8)
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, LAYER_IDS: [2, 4, 5]}
+    tensors = two_layers(hidden)
+    start = write_checkpoint(tmp_path / "start", config, tensors)
+    model = load(target, start).target
+    write_target_file(start, model, torch.arange(300), torch.ones(300, dtype=torch.int64), window=20)
+    out = trained(target, tmp_path / "out", "--start", str(start))
+    stored = load_file(out / "model.safetensors")
+    assert {name: part.shape for name, part in stored.items() if "layers." in name} == {
+        name: part.shape for name, part in tensors.items() if "layers." in name
+    }
+    assert not stored["layers.0.mlp.down_proj.weight"].any() and not stored["layers.0.self_attn.q_proj.weight"].any()
+    keys = stored["layers.1.self_attn.k_proj.weight"].unflatten(0, (2, 2, 8))
+    assert torch.equal(keys[:, 0], keys[:, 1]) and not torch.equal(keys[0], keys[1])
     before, after = (load_student(folder, Target(model, None, torch.ones(1))).head for folder in (start, out))
     assert [[layer.self_attn.sliding_window for layer in each.layers] for each in (before, after)] == [[1, 20]] * 2
     for name, part in after.state_dict().items():
