@@ -79,15 +79,13 @@ class Script:
         return Opening(tuple((token, TEMPLATE) for token in self.encode(text)), self.complete)
 
     def draw_task(self, rng: random.Random, texts: Sequence[tuple[int, ...]], size: int) -> Opening:
-        """A random task about a document of `size` tokens or fewer, which consists of some of the texts.
+        """A random task about a document of `size` tokens, which consists of some of the texts.
 
         If the task ends with the document, the message is complete.
         """
         document: list[int] = []
-        for text in rng.sample(texts, len(texts)):
-            document += (*text, *self.encode("\n\n"))
-            if len(document) >= size:
-                break
+        while len(document) < size:
+            document += (*rng.choice(texts), *self.encode("\n\n"))
         before, after = rng.choice(_lines("documents")).replace("\\n", "\n").split("{}")
         parts = ((self.encode(before), TEMPLATE), (document[:size], DOCUMENT), (self.encode(after), TEMPLATE))
         tokens = tuple((token, source) for part, source in parts for token in part)
