@@ -94,6 +94,7 @@ class HeadSession(FeatureSession):
     def _reset(self) -> None:
         super()._reset()
         self._state: Tensor | None = None  # (1, H) of the last entry
+        self._logits: Tensor | None = None  # (1, V) of this state
 
     def _new_cache(self) -> Any:
         return self.model.new_cache()
@@ -108,15 +109,13 @@ class HeadSession(FeatureSession):
             with prefill_pass(len(tokens) > MAX_WIDTH):
                 for part in zip(states.split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
                     self._add_entries(*part)
-        assert self._state is not None
-        return self.model.logits(self._state)
+        assert self._logits is not None
+        return self._logits
 
     def _add_entries(self, states: Tensor, tokens: Tensor) -> None:
         """Extend the cache by states (T, H) and the tokens (T,) that follow."""
-        end = self._cached + len(tokens)
-        positions = torch.arange(self._cached, end, device=self._device)[None]  # (1, T)
-        self._state = self.model.next_states(states[None], tokens[None], positions, self._cache)[0, -1:]
-        self._cached = end
+        self._state, self._logits = self.model.add_entries(states, tokens, self._cached, self._cache)
+        self._cached += len(tokens)
 
     def _states_before(self, end: int) -> Tensor:
         """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the

@@ -16,6 +16,7 @@ from utils.logits_processor import (
     NucleusProcessor,
     TopKNucleusProcessor,
     TopKProcessor,
+    highest,
     nucleus_probs,
     stable_topk,
     top_tokens,
@@ -89,6 +90,19 @@ def test_invalid_rows_raise(processor, bad: float) -> None:
         processor(logits)
     with pytest.raises(InvalidLogits):
         processor(torch.full((1, 6), -math.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@given(rows=st.lists(st.lists(st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf]), min_size=5, max_size=5)))
+@settings(max_examples=50, deadline=None)
+def test_the_highest_entry_is_that_of_a_list(dtype, rows) -> None:
+    """The first one of equal entries, and NaN before all numbers."""
+    if rows:
+        tops, ids = highest(torch.tensor(rows, dtype=dtype)[:, 1:])
+        found = [[(math.isnan(value), math.isnan(value) or value) for value in row[1:]] for row in rows]
+        expected = [own.index(max(own)) for own in found]
+        assert ids[:, 0].tolist() == expected
+        assert str(tops[:, 0].tolist()) == str([row[1 + index] for row, index in zip(rows, expected, strict=True)])
 
 
 @pytest.mark.parametrize("processor", ALL, ids=str)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, SEED
+from utils.logits_processor import highest
 
 
 class Domain(IntEnum):
@@ -111,7 +112,7 @@ class Noise:
 
 def _likeliest(weights: Tensor) -> list[tuple[float, int]]:
     """The highest weight of each row (k, V) and its id, in one transfer: each makes the host wait for a GPU."""
-    tops, ids = weights.max(dim=-1)
+    tops, ids = (part[:, 0] for part in highest(weights))
     # Ids are exact in float32 as well, since no vocabulary has 2**24 of them. MPS has no float64.
     exact = torch.float32 if weights.device.type == "mps" else torch.float64
     pairs = torch.stack((tops.to(exact), ids.to(exact)), dim=-1).tolist()

@@ -11,7 +11,9 @@ place of its own in the pass, with the mask token instead of the token before it
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,12 +22,14 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from utils.bounds import MAX_GAMMA
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.features import layer_count
 from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
+    DraftHead,
     check_feature_layers,
     check_target_file,
     load_embedding,
@@ -33,6 +37,8 @@ from utils.drafter_formats.target_parts import (
     misfit,
     share_parts,
 )
+from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, DraftSpec, JoinedInput, LayerSpec, Linear, Norm
+from utils.engine.read_decoder import STATIC_ROPES, rotary_table
 from utils.errors import UserError
 from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
 
@@ -44,6 +50,7 @@ JOINED = "hidden_norm"  # in layers that read the embedding and the state: the f
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_STATE = "mask_hidden"
 MASK_TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names in configs
+NOTHING = torch.empty(0)  # in place of weights
 USUAL_BLOCK = 8  # of speculators' training; exports for vLLM name no number
 
 
@@ -52,6 +59,7 @@ class Eagle3(StepwiseDrafter):
 
     embed_tokens: nn.Module
     lm_head: nn.Module
+    compiled: Callable[[Tensor, Tensor, int, Any], tuple[Tensor, Tensor]] | None = None  # add_entries of an engine
 
     def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
         super().__init__()
@@ -102,13 +110,90 @@ class Eagle3(StepwiseDrafter):
             states = layer(states, use_cache=True, **arguments)
         return states
 
+    def add_entries(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        if self.compiled is None or len(tokens) > MAX_WIDTH:
+            return super().add_entries(states, tokens, first, cache)
+        state, drafted = self.compiled(states, tokens, first, cache)
+        return state, cast(DraftHead, self.lm_head).over_target(drafted)
+
     def logits(self, state: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(state) if self.conventions.norm_before_head else state)
+        return cast(DraftHead, self.lm_head).over_target(self.drafted_logits(state))
+
+    def drafted_logits(self, state: Tensor) -> Tensor:
+        """Logits (T, V') of the draft vocabulary."""
+        logits: Tensor = cast(Any, self.lm_head).rows(self.norm(state) if self.conventions.norm_before_head else state)
         return logits
+
+    def draft_spec(self) -> DraftSpec | None:
+        """What an entry computes, for engines with programs of their own. None if it cannot be described."""
+        layers = list(cast(Any, self.layers))
+        inputs, mixtures, attending = [], [], []
+        for index, layer in enumerate(layers):
+            is_mixture = isinstance(layer.self_attn, OwnPosition)
+            # A layer without attention or without an MLP has neither.
+            if is_mixture != isinstance(layer.mlp, NoChange) or (is_mixture and index >= self.joining):
+                return None
+            inputs.append(self._joined_input(layer) if index < self.joining else None)
+            mixtures.append(Linear(f"layers.{index}.self_attn.linear", NOTHING) if is_mixture else None)
+            if not is_mixture:
+                attending.append((index, layer))
+        shapes = {(layer.self_attn.head_dim, layer.self_attn.num_key_value_groups) for _, layer in attending}
+        rotary = cast(Any, self.rotary)
+        if len(shapes) != 1 or rotary.rope_type not in STATIC_ROPES or self.config.hidden_act not in ACTIVATIONS:
+            return None
+        size, shared = shapes.pop()
+        decoder = DecoderSpec(
+            hidden_size=self.config.hidden_size,
+            heads=self.config.num_attention_heads,
+            kv_heads=self.config.num_attention_heads // shared,
+            head_dim=size,
+            rotary_dim=size,
+            vocabulary=cast(Any, self.lm_head).rows.out_features,
+            embedding=cast(nn.Embedding, self.embed_tokens),
+            embedding_scale=1.0,
+            layers=tuple(self._layer_spec(index, layer) for index, layer in attending),
+            ropes=(partial(rotary_table, rotary, None),),
+            final_norm=_norm(self.norm),
+            head=Linear("lm_head.rows", NOTHING),
+        )
+        return DraftSpec(decoder, tuple(inputs), tuple(mixtures), self.conventions.norm_before_head)
+
+    def _joined_input(self, layer: Any) -> JoinedInput:
+        norms = _norm(layer.input_layernorm), _norm(layer.hidden_norm)
+        return JoinedInput(*norms, self.conventions.norm_before_residual)
+
+    def _layer_spec(self, index: int, layer: Any) -> LayerSpec:
+        attends = layer.self_attn
+        q, k, v, o = (Linear(f"layers.{index}.self_attn.{name}_proj", NOTHING) for name in "qkvo")
+        gate, up, down = (Linear(f"layers.{index}.mlp.{name}_proj", NOTHING) for name in ("gate", "up", "down"))
+        has_norms = not isinstance(attends.q_norm, nn.Identity)
+        return LayerSpec(
+            input_norm=None if index < self.joining else _norm(layer.input_layernorm),
+            query=q,
+            key=k,
+            value=v,
+            query_norm=_norm(attends.q_norm) if has_norms else None,
+            key_norm=_norm(attends.k_norm) if has_norms else None,
+            output=o,
+            attention_output_norm=None,
+            mlp_norm=_norm(layer.post_attention_layernorm),
+            gate=gate,
+            up=up,
+            down=down,
+            mlp_output_norm=None,
+            activation=self.config.hidden_act,
+            window=attends.sliding_window,
+            rope=0,
+            scaling=float(attends.scaling),
+        )
 
     def feedback(self, state: Tensor) -> Tensor:
         normed: Tensor = self.norm(state)
         return normed if self.conventions.norm_output else state
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight, float(norm.variance_epsilon))
 
 
 class OwnPosition(nn.Module):

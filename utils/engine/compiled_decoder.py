@@ -32,10 +32,19 @@ class Buffers:
     has is reserved, but never used.
 
     states: (layers + 1, rows, hidden), the input of each layer and the output of the last one; without `keeps` one
-    state that every layer changes. normed: of the last one, (rows, hidden).
+    state that every layer changes. normed: of the last one, (rows, hidden). others: further products that use scratch
+    memory.
     """
 
-    def __init__(self, spec: DecoderSpec, products: Sequence[LayerProducts], rows: int, *, keeps: bool) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        products: Sequence[LayerProducts],
+        rows: int,
+        *,
+        keeps: bool,
+        others: Sequence[Product] = (),
+    ) -> None:
         def widest(parts: Iterable[int]) -> Tensor:
             return floats(rows, max(parts, default=1))
 
@@ -48,7 +57,7 @@ class Buffers:
         self.gates = widest(_width(layer.gate_up) for layer in products)
         self.mixed = widest(layer.down.inputs for layer in products)
         self.tables = floats(len(spec.ropes), 2, rows, spec.rotary_dim)
-        every = [part for own in products for part in (own.qkv, own.output, own.gate_up, own.down)]
+        every = [*others, *(part for own in products for part in (own.qkv, own.output, own.gate_up, own.down))]
         self.scratch = floats(max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0))
 
 
@@ -65,7 +74,7 @@ class DecoderProgram:
         count: int,
         keeps: bool,
     ) -> None:
-        self._spec, self._batch, self._count, rows = spec, batch, count, batch * count
+        self._spec, self._own_products, self._batch, self._count, rows = spec, products, batch, count, batch * count
         self.states = buffers.states[: len(products) + 1 if keeps else 1, :rows]
         self.normed, self.qkv, self.attended = buffers.normed[:rows], buffers.qkv[:rows], buffers.attended[:rows]
         self._hidden, self._change = buffers.hidden[:rows], buffers.change[:rows]
@@ -75,9 +84,7 @@ class DecoderProgram:
         self._kept: list[Any] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
         self._attention: list[tuple[int, int]] = []  # first and last (exclusive) job of each attention
-        for index, (layer, own) in enumerate(zip(spec.layers, products, strict=True)):
-            self._add_layer(index, layer, own)
-        self._norm(spec.final_norm, self.states[-1], self.normed)
+        self._add_jobs()
         self._list, _ = job_list(self._jobs)
 
     def bind(self, layer: int, keys: Tensor, values: Tensor, past: int) -> None:
@@ -108,11 +115,17 @@ class DecoderProgram:
     def _add(self, name: str, kinds: Any, rows: int, **values: Any) -> None:
         self._jobs.append((row_function(name), words(kinds, **values), rows))
 
-    def _add_layer(self, index: int, layer: LayerSpec, own: LayerProducts) -> None:
+    def _add_jobs(self) -> None:
+        for index, (layer, own) in enumerate(zip(self._spec.layers, self._own_products, strict=True)):
+            x = self.states[min(index, len(self.states) - 1)]
+            after = self.states[min(index + 1, len(self.states) - 1)]
+            self._add_layer(layer, own, self._norm(layer.input_norm, x, self._hidden), x=x, after=after)
+        self._norm(self._spec.final_norm, self.states[-1], self.normed)
+
+    def _add_layer(self, layer: LayerSpec, own: LayerProducts, given: Tensor, *, x: Tensor, after: Tensor) -> None:
+        """after = the layer of `given`, what its attention reads, and x, what is added to its output."""
         spec, rows = self._spec, self._batch * self._count
-        x = self.states[min(index, len(self.states) - 1)]
-        after = self.states[min(index + 1, len(self.states) - 1)]
-        self._product(own.qkv, self._norm(layer.input_norm, x, self._hidden), self.qkv)
+        self._product(own.qkv, given, self.qkv)
         for norm, first, heads in ((layer.query_norm, 0, spec.heads), (layer.key_norm, spec.heads, spec.kv_heads)):
             self._head_norm(norm, first, heads)
         if layer.rope is not None and spec.rotary_dim:
@@ -141,9 +154,9 @@ class DecoderProgram:
         )  # fmt: skip
 
     def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
-        column, rows = 0, self._batch * self._count
+        column = 0
         for kernel in _parts(product):
-            self._jobs += kernel.jobs(x, out[:, column:], rows, stride=out.stride(0), scratch=self._scratch)
+            self._jobs += kernel.jobs(x, out[:, column:], len(x), stride=out.stride(0), scratch=self._scratch)
             column += kernel.outputs
 
     def _norm(self, norm: Norm | None, x: Tensor, out: Tensor) -> Tensor:
@@ -152,10 +165,10 @@ class DecoderProgram:
             return x
         weight = norm.weight.float().contiguous()
         self._kept.append(weight)
-        size = self._spec.hidden_size
         self._add(
-            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, size=size, eps=norm.eps
-        )
+            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, out_stride=out.stride(0),
+            size=self._spec.hidden_size, eps=norm.eps,
+        )  # fmt: skip
         return out
 
     def _output_norm(self, norm: Norm | None) -> tuple[Tensor, int]:
@@ -201,20 +214,21 @@ class DecoderProgram:
 
 def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:
     """The products of each layer and of the output head of a model whose linear layers are compiled kernels."""
-    layers = [
-        LayerProducts(
-            _product(model, layer.query, layer.key, layer.value),
-            _product(model, layer.output),
-            _product(model, layer.gate, layer.up),
-            _product(model, layer.down),
-        )
-        for layer in spec.layers
-    ]
     head = model.get_output_embeddings()  # type: ignore[operator]  # of a PreTrainedModel
-    return layers, head.fused.kernel
+    return [layer_products(model, layer) for layer in spec.layers], head.fused.kernel
 
 
-def _product(model: nn.Module, *linears: Linear) -> Product:
+def layer_products(model: nn.Module, layer: LayerSpec) -> LayerProducts:
+    """The products of one layer of such a model."""
+    return LayerProducts(
+        product_of(model, layer.query, layer.key, layer.value),
+        product_of(model, layer.output),
+        product_of(model, layer.gate, layer.up),
+        product_of(model, layer.down),
+    )
+
+
+def product_of(model: nn.Module, *linears: Linear) -> Product:
     """One product for layers that read the same input. Fused parameters and fused kernels are one product already."""
     modules = dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears)
     kernels = [*dict.fromkeys(cast(EngineLinear, module).fused.kernel for module in modules)]

@@ -14,7 +14,7 @@ from utils.engine.machine_code import FLOAT, INT, POINTER, REASSOCIATED, Code, c
 
 KEYS_AT_ONCE = 64
 
-NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "size": INT, "eps": FLOAT}
+NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "out_stride": INT, "size": INT, "eps": FLOAT}
 HEAD_NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "heads": INT, "size": INT, "eps": FLOAT}
 ADD = {"x": POINTER, "change": POINTER, "change_stride": INT, "out": POINTER, "size": INT, "scale": FLOAT}
 # keys and values: (groups, capacity, D), of which `past` positions are known.
@@ -66,7 +66,7 @@ def _add_norm(module: ir.Module) -> None:
     inner.ret_void()
     code, (pointer, row) = new_function(module, "norm", [POINTER, INT])
     own = read_words(code, pointer, NORM)
-    x, out = code.at(own["x"], code.mul(row, own["x_stride"])), code.at(own["out"], code.mul(row, own["size"]))
+    x, out = (code.at(own[name], code.mul(row, own[f"{name}_stride"])) for name in ("x", "out"))
     code.call(inner.function, [x, own["weight"], out, own["size"], own["eps"]])
     code.ret_void()
     code, (pointer, row) = new_function(module, "head_norm", [POINTER, INT])

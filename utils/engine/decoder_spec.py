@@ -103,6 +103,32 @@ class DecoderSpec:
         return replace(self, layers=tuple(map(_without_weights, self.layers)), head=_emptied(self.head))
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedInput:
+    """What a drafter's layer reads: token_norm(embedding) and state_norm(x) side by side. Its change is added to x, or
+    with `normed_residual` to state_norm(x).
+    """
+
+    token_norm: Norm
+    state_norm: Norm
+    normed_residual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A drafter of one token after the other, as EAGLE-3: logits = head(final_norm(layers(x, embedding(token)))).
+
+    inputs: of each layer; None for a decoder layer that reads x alone. mixtures: for each layer the product that is its
+    whole change, or None for one that attends: these are `decoder.layers`, whose input_norm is None if they have a
+    joined input. Without `norm_before_head` the head reads x itself.
+    """
+
+    decoder: DecoderSpec
+    inputs: tuple[JoinedInput | None, ...]
+    mixtures: tuple[Linear | None, ...]
+    norm_before_head: bool
+
+
 def _without_weights(layer: LayerSpec) -> LayerSpec:
     parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
     linears: dict[str, Any] = {name: _emptied(part) for name, part in parts.items() if isinstance(part, Linear)}

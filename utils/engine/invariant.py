@@ -5,6 +5,7 @@ bit. On a CPU in float32 it is faster than the plain layers as well.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
+from utils.engine.compiled_drafter import CompiledDrafter
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.kernels import KnownLayers, blocked_builder, compiled_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Report, unreported
@@ -29,9 +31,9 @@ UNKNOWN_WINDOW = "its attention does not report its sliding window"
 class InvariantEngine:
     """Row-invariant layers in the models of a pair.
 
-    models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head, whose drafts are verified in any case. weights: the format of linear weights; another
-    than the loaded one cannot be undone.
+    models: the target, then the drafter if there is one. helpers: modules that are computed the same way, such as a
+    drafter that reads hidden states, whose drafts are verified in any case. weights: the format of linear weights;
+    another than the loaded one cannot be undone.
     """
 
     promise = BIT_IDENTICAL
@@ -74,7 +76,17 @@ class InvariantEngine:
                 model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
+        if _is_compiled(self._models[0]):
+            self._compile_drafters()
         return ""
+
+    def _compile_drafters(self) -> None:
+        """Give drafters that can be described a program, if it computes what their modules compute."""
+        for helper in self._helpers:
+            if getattr(helper, "draft_spec", lambda: None)() is not None:
+                compiled = CompiledDrafter(helper)
+                if compiled.agrees():
+                    cast(Any, helper).compiled = compiled
 
     def self_test(self, thread_count: int, report: Report = unreported, *, complete: bool = False) -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
@@ -105,6 +117,8 @@ class InvariantEngine:
         if self._installed:
             for model in self._models:
                 vars(model).pop("forward", None)
+            for helper in self._helpers:
+                vars(helper).pop("compiled", None)
             restore_linears([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)

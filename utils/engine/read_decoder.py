@@ -368,7 +368,7 @@ class _Reader:
             raise Unreadable(f"its rotary positions of type {kind} depend on the length of the text")
         if kind not in STATIC_ROPES:
             raise Unreadable(f"its rotary positions of type {kind} are not known")
-        return partial(_rotary_table, rotary, layer_type)
+        return partial(rotary_table, rotary, layer_type)
 
     def rotary_dim(self, ropes: tuple[RopeTable, ...]) -> int:
         """Return how many values of each head are rotated: the same number in every layer."""
@@ -379,7 +379,7 @@ class _Reader:
         return int(sizes.pop())
 
 
-def _rotary_table(rotary: nn.Module, layer_type: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(rotary: nn.Module, layer_type: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin (T, rotary_dim) in float32 of the positions (T,), by the model's own module."""
     # The module takes the format and the device of its result from its first argument.
     like = torch.empty(0, dtype=torch.float32, device=positions.device)

@@ -1,4 +1,4 @@
-"""From a name to one checkpoint in memory: sources, memory checks, loading, quantization, devices and draft heads."""
+"""From a name to one checkpoint in memory: sources, memory checks, loading, quantization and devices."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from utils.decode.kv_cache import new_cache
@@ -59,6 +60,14 @@ class StepwiseDrafter(FeatureDrafter):
     Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
     After the last known feature it continues from its own states.
     """
+
+    def add_entries(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
+        these. Returns the last state (1, H) and its logits (1, V).
+        """
+        positions = torch.arange(first, first + len(tokens), device=tokens.device)[None]  # (1, T)
+        state = self.next_states(states[None], tokens[None], positions, cache)[0, -1:]
+        return state, self.logits(state)
 
     def new_cache(self) -> Any:
         """Return an empty cache for one run, which can forget its last n entries by `crop(-n)`."""

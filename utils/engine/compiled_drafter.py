@@ -1,0 +1,128 @@
+"""A drafter of the kind of EAGLE-3 as lists of jobs in machine code: one call computes the entries of a round's new
+positions, and one more each draft.
+
+The modules of such a drafter spend more time in Python than in their products.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from utils.decode.engine_forward import MAX_WIDTH
+from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, layer_products, product_of
+from utils.engine.compiled_products import CompiledKernel
+from utils.engine.decoder_spec import DecoderSpec, DraftSpec, JoinedInput
+from utils.engine.lean_decoder import RotaryTables
+from utils.engine.machine_code import WORKERS, floats
+
+TOLERANCE = 1e-3  # of logits in a self-test, as a share of their largest difference from their mean
+TESTED_ROWS = (3, 1, 1, 2)  # entries that a self-test adds one after the other
+
+
+class DraftProgram(DecoderProgram):
+    """All layers for so many new entries, and the logits of the last one."""
+
+    def __init__(self, spec: DraftSpec, products: "DrafterProducts", buffers: Buffers, count: int) -> None:
+        size = spec.decoder.hidden_size
+        self._draft, self._products = spec, products
+        self.tokens, self._joined = floats(count, size), floats(count, 2 * size)
+        self.logits = floats(1, products.head.width)
+        super().__init__(spec.decoder, products.layers, buffers, batch=1, count=count, keeps=False)
+
+    def _add_jobs(self) -> None:
+        x, attending = self.states[0], iter(zip(self._spec.layers, self._products.layers, strict=True))
+        for joined, mixture in zip(self._draft.inputs, self._products.mixtures, strict=True):
+            residual, given = (x, x) if joined is None else (self._join(joined, x), self._joined)
+            if mixture is None:
+                layer, own = next(attending)
+                self._add_layer(layer, own, self._norm(layer.input_norm, given, self._hidden), x=residual, after=x)
+            else:
+                self._product(mixture, given, self._change)
+                change, stride = self._change, self._change.stride(0)
+                name = "add_in_place" if residual is x else "add"
+                self._add_change(name, residual, x, change=change, stride=stride, scale=1.0)
+        last = x[-1:]
+        if self._draft.norm_before_head:
+            last = self._norm(self._spec.final_norm, last, self.normed[-1:])
+        self._product(self._products.head, last, self.logits)
+
+    def _join(self, joined: JoinedInput, x: Tensor) -> Tensor:
+        """Put the norms of token and state side by side. Returns what the layer's change is added to."""
+        size = self._spec.hidden_size
+        self._norm(joined.token_norm, self.tokens, self._joined[:, :size])
+        self._norm(joined.state_norm, x, self._joined[:, size:])
+        return self._norm(joined.state_norm, x, self._hidden) if joined.normed_residual else x
+
+
+class DrafterProducts:
+    """The products of a drafter whose linear layers are compiled kernels."""
+
+    def __init__(self, model: nn.Module, spec: DraftSpec) -> None:
+        self.mixtures = [None if mixture is None else product_of(model, mixture) for mixture in spec.mixtures]
+        self.layers = [layer_products(model, layer) for layer in spec.decoder.layers]
+        self.head = cast(CompiledKernel, product_of(model, spec.decoder.head))
+
+    def besides_layers(self) -> list[Product]:
+        """Those that are no part of an attending layer."""
+        return [self.head, *(mixture for mixture in self.mixtures if mixture is not None)]
+
+
+class CompiledDrafter:
+    """Adds entries to a drafter that describes itself by `draft_spec`, as its present conventions have it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model: Any = model
+        spec: DecoderSpec = model.draft_spec().decoder
+        self._products = products = DrafterProducts(model, model.draft_spec())
+        self._heads, self._rotary = (spec.kv_heads, spec.head_dim), RotaryTables(spec)
+        with torch.inference_mode(False):  # passes in other modes write them as well
+            others = products.besides_layers()
+            self._buffers = Buffers(spec, products.layers, MAX_WIDTH, keeps=False, others=others)
+        self._programs: dict[tuple[int, Any], DraftProgram] = {}
+
+    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
+        these, at most MAX_WIDTH. Returns the last state (1, H) and its logits (1, V').
+        """
+        count = len(tokens)
+        with WORKERS.lock:  # programs share buffers
+            program = self._program(count)
+            program.states[0].copy_(states)
+            program.tokens.copy_(embedding(tokens, self._model.embed_tokens.weight))
+            for table, parts in zip(program.tables, self._rotary.rows(slice(first, first + count), 1), strict=True):
+                for own, part in zip(table, parts, strict=True):
+                    own.copy_(part)
+            groups, size = self._heads
+            for index, layer in enumerate(cache.layers):
+                keys, values = layer.extended((1, groups, count, size))
+                program.bind(index, keys, values, first)
+            program.run()
+            return program.states[-1][-1:].clone(), program.logits[:, : self._products.head.outputs].clone()
+
+    def _program(self, count: int) -> DraftProgram:
+        key = count, self._model.conventions
+        if key not in self._programs:
+            with torch.inference_mode(False):
+                self._programs[key] = DraftProgram(self._model.draft_spec(), self._products, self._buffers, count)
+        return self._programs[key]
+
+    @torch.no_grad()
+    def agrees(self) -> bool:
+        """Whether its logits are those of the model's modules over the same kernels, up to rounding."""
+        model, generator = self._model, torch.Generator().manual_seed(0)
+        vocabulary, size = model.embed_tokens.weight.shape
+        caches, first = (model.new_cache(), model.new_cache()), 0
+        for count in TESTED_ROWS:
+            states = torch.randn(count, size, generator=generator)
+            tokens = torch.randint(vocabulary, (count,), generator=generator)
+            found = self(states, tokens, first, caches[0])[1]
+            positions = torch.arange(first, first + count)[None]
+            state = model.next_states(states[None], tokens[None], positions, caches[1])[0, -1:]
+            expected = model.drafted_logits(state)
+            scale = float((expected - expected.mean()).abs().max())
+            if not float((found - expected).abs().max()) <= TOLERANCE * scale:  # NaN as well
+                return False
+            first += count
+        return True
