@@ -17,11 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse_options(argv)
         from sampling.distill.pipeline import Distillation
 
-        distillation = Distillation(options, renderer.note)
-        if options.measure:
-            distillation.measure()
-        else:
-            distillation.run()
+        Distillation(options, renderer.note).run()
     except KeyboardInterrupt:
         renderer.note("Interrupted. If generation had started, --out FOLDER --resume continues.")
         return 130
@@ -42,7 +38,9 @@ def error_message(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        return "Out of memory. Fewer --rows or a smaller --batch need less; --resume keeps what is already generated."
+        return (
+            "Out of memory. A smaller --page, --batch or --length needs less; --resume keeps what is already generated."
+        )
     if isinstance(error, OSError):
         return f"Reading or writing failed: {error.strerror or error}. Free disk space or choose a different --out."
     if isinstance(error, SafetensorError | json.JSONDecodeError):

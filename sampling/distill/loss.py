@@ -5,7 +5,7 @@ The loss is the cross entropy over all steps of a draft. The acceptance is count
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sampling.distill.pages import TextPage
+from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.progress import Rates
 from sampling.distill.students import Student
 
 STEP_DECAY = 0.8  # weight of a step's loss relative to the step before it
 CHUNK = 128  # rows of logits at a time, few enough for the CPU cache
+MEASURED_TOKENS = 2048  # at a time
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -80,18 +81,26 @@ def autocast_for(lm_head: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(lm_head.device.type, lm_head.dtype) if short else nullcontext()
 
 
-def measure_acceptance(student: Student, page: TextPage, lm_head: Tensor, *, steps: int, batch: int) -> Rates:
-    """The acceptance on a page by position in the round, `batch` rows at a time. A rate is None if nothing was counted.
+def measure_acceptance(student: Student, pages: Corpus, lm_head: Tensor, steps: int) -> dict[int, Tensor]:
+    """Counts (2, steps, 2) of accepted drafts, see count_acceptance, by the length of the conversations of a page.
 
     lm_head: the target's output weight (V, H).
     """
-    counts = torch.zeros(2, steps, 2, dtype=torch.float64)
-    for rows in torch.arange(page.tokens.shape[0]).split(batch):
-        with autocast_for(lm_head):
-            count_acceptance(student, page.rows(rows, lm_head.device), lm_head, counts)
+    counts: dict[int, Tensor] = {}
+    for page in map(pages.page, range(len(pages))):
+        rows, length = page.tokens.shape
+        by_position = counts.setdefault(length, torch.zeros(2, steps, 2, dtype=torch.float64))
+        for index in torch.arange(rows).split(max(1, MEASURED_TOKENS // length)):
+            with autocast_for(lm_head):
+                count_acceptance(student, page.rows(index, lm_head.device), lm_head, by_position)
+    return counts
+
+
+def rates_of(counts: Iterable[Tensor]) -> Rates:
+    """The acceptance by position in the round, from all these counts. A rate is None if nothing was counted."""
     return {
         name: [accepted / count if count else None for accepted, count in by_position]
-        for name, by_position in zip(("greedy", "drawn"), counts.tolist(), strict=True)
+        for name, by_position in zip(("greedy", "drawn"), torch.stack([*counts]).sum(0).tolist(), strict=True)
     }
 
 
@@ -103,27 +112,35 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
     match. The others are for answers at temperature 1, [summed probability, count], where a draft is accepted with
     probability sum_x min(p(x), q(x)).
     """
-    # The last feature is the input of the output head, so the target's logits need no forward pass: (B, T, H).
-    last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)
-    matching_prefix: Tensor | None = None
-    for step, predictions in enumerate(student.predictions(page, counts.shape[1])):
-        begin, count = predictions.position, predictions.states.shape[1]
-        answers = page.answers[:, begin : begin + count]
-        target_logits = linear(last_hidden[:, begin - 1 : begin - 1 + count], lm_head).float()  # (B, N, V)
-        logits = linear(predictions.states.to(lm_head.dtype), predictions.rows.to(lm_head.dtype)).float()  # (B, N, V')
-        matches, overlap = _compare(logits, target_logits, student.vocabulary)
-        matching_prefix = torch.ones_like(matches) if matching_prefix is None else matching_prefix
-        # (B, N): a draft counts only if the drafts before it in the same round match.
-        greedy = answers & matching_prefix & (page.temperatures == 0)[:, None]
-        sampled = answers & (page.temperatures == 1)[:, None]
+    steps = counts.shape[1]
+    # Rounds (M,) whose drafts are at least partly answers; most of a long page is documents.
+    row, entry = page.answers[:, 2:].unfold(1, steps, 1).any(-1).nonzero(as_tuple=True)
+    matching_prefix = torch.ones_like(row, dtype=torch.bool)
+    temperatures = page.temperatures[row]
+    for step, predictions in enumerate(student.predictions(page, steps)):
+        position = entry + predictions.position
+        answers = page.answers[row, position]
+        # The last feature is the input of the output head, so the target's logits need no forward pass.
+        last_hidden = page.features[row, position - 1, -lm_head.shape[1] :].to(lm_head.dtype)
+        states = predictions.states[row, entry].to(lm_head.dtype)
+        matches, overlap = _compare(
+            states, predictions.rows.to(lm_head.dtype), last_hidden, lm_head, student.vocabulary
+        )
+        greedy, sampled = answers & matching_prefix & (temperatures == 0), answers & (temperatures == 1)
         accepted = (matches & greedy).sum(), overlap[sampled].sum()
         for kind, (summed, counted) in enumerate(zip(accepted, (greedy, sampled), strict=True)):
             counts[kind, step] += torch.tensor([summed.item(), counted.sum().item()], dtype=torch.float64)
         matching_prefix = matching_prefix & matches
 
 
-def _compare(logits: Tensor, target_logits: Tensor, vocabulary: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the likeliest tokens match (B, N), and the overlap sum_x min(p(x), q(x)) (B, N)."""
-    p, q = target_logits.softmax(-1), logits.softmax(-1)
-    # p is not renormalised: what the student cannot draft is lost acceptance.
-    return vocabulary[logits.argmax(-1)] == target_logits.argmax(-1), torch.minimum(p[..., vocabulary], q).sum(-1)
+def _compare(
+    states: Tensor, rows: Tensor, last_hidden: Tensor, lm_head: Tensor, vocabulary: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether the likeliest tokens match (M,), and the overlap sum_x min(p(x), q(x)) (M,)."""
+    matches, overlaps = [], []
+    for ours, theirs in zip(states.split(CHUNK), last_hidden.split(CHUNK), strict=True):
+        logits, target_logits = linear(ours, rows).float(), linear(theirs, lm_head).float()
+        matches.append(vocabulary[logits.argmax(-1)] == target_logits.argmax(-1))
+        # p is not renormalised: what the student cannot draft is lost acceptance.
+        overlaps.append(torch.minimum(target_logits.softmax(-1)[:, vocabulary], logits.softmax(-1)).sum(-1))
+    return torch.cat(matches), torch.cat(overlaps)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sampling.distill.chat_script import ANSWER, TEMPLATE, Conversation, Script
+from utils.decode.engine_forward import PREFILL_CHUNK, prefill_pass
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
 from utils.files import replacing
 
-SAMPLED_ROWS = 16  # rows sampled at once, few enough for the CPU cache
-BLOCK = 256  # width of the blocks that `sample_by_inversion` sums first
-ANSWER_TEMPERATURES = (0.0, 0.0, 0.4, 0.7, 1.0, 1.0)  # by row in turn: drafters serve greedy and sampled decoding
+ANSWER_TEMPERATURES = (0.0, 1.0, 0.4, 0.0, 1.0, 0.7)  # by row in turn: drafters serve greedy and sampled decoding
+SHARES = (8, 2, 8, 1)  # the lengths of conversations, by page in turn: the longest one divided by these
+LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document relative to its conversation
+SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
+MIN_LENGTH = 192  # of conversations, unless all are shorter
+LEAST_TEXT = 24  # tokens of an answer that may become part of a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class TextPage:
     """B conversations of T tokens.
 
     tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
-    norm. sources (B, T): TEMPLATE, QUESTION or ANSWER of chat_script. temperatures (B,): of the answers.
+    norm. sources (B, T): TEMPLATE, QUESTION, ANSWER or DOCUMENT of chat_script. temperatures (B,): of the answers.
     """
 
     tokens: Tensor
@@ -43,7 +46,7 @@ class TextPage:
 
     @property
     def generated(self) -> Tensor:
-        """(B, T): True for tokens that the target generated."""
+        """(B, T): True for tokens that the target generated, in this conversation or in an earlier one."""
         return self.sources != TEMPLATE
 
     @property
@@ -51,10 +54,28 @@ class TextPage:
         """(B, T): True for tokens of answers."""
         return self.sources == ANSWER
 
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """The answers as tuples of token ids, without the shortest ones and without end tokens."""
+        found = []
+        for tokens, answers in zip(self.tokens, self.answers, strict=True):
+            starts = (answers.int().diff(prepend=torch.zeros(1)) != 0).nonzero()[:, 0].tolist()
+            runs = tokens.tensor_split(starts)
+            found += [
+                tuple(run.tolist()[:-1])
+                for run, is_answer in zip(runs, answers.tensor_split(starts), strict=True)
+                if len(run) > LEAST_TEXT and is_answer[0]
+            ]
+        return found
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
         """A page of some of its rows, on `device`."""
-        tensors = (self.tokens, self.features, self.sources, self.temperatures)
-        return TextPage(*(tensor[index].to(device) for tensor in tensors))
+        return TextPage(**{name: tensor[index].to(device) for name, tensor in self.tensors.items()})
 
 
 class Corpus:
@@ -82,78 +103,72 @@ class Corpus:
 
     def add(self, page: TextPage) -> None:
         """Write a page after the last one."""
-        # "voices" and "warmths" are names of the file format, for sources and temperatures.
-        tensors = {
-            "tokens": page.tokens,
-            "features": page.features,
-            "voices": page.sources,
-            "warmths": page.temperatures,
-        }
         with replacing(self._path(len(self))) as file:
-            file.write(save(tensors, metadata={"count": str(int(page.generated.sum()))}))
+            file.write(save(page.tensors, metadata={"count": str(int(page.generated.sum()))}))
 
     def page(self, number: int) -> TextPage:
         """One page, memory-mapped."""
-        tensors = load_file(self._path(number))
-        return TextPage(tensors["tokens"], tensors["features"], tensors["voices"], tensors["warmths"])
+        return TextPage(**load_file(self._path(number)))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"page-{number:05d}.safetensors"
 
 
 class PageGenerator:
-    """Generates pages of `rows` conversations of `length` tokens with a target.
+    """Generates pages with a target, in conversations of at most `length` tokens.
 
     layers: the hidden states that become features, see utils.decode.features. The last one must be -1.
     """
 
-    def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, rows: int, length: int) -> None:
-        self._model, self._script, self._layers = model, script, layers
-        self._rows, self._length = rows, length
+    def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, length: int) -> None:
+        self._model, self._script, self._layers, self._length = model, script, layers, length
         if model.config._attn_implementation == "sdpa":
             _use_grouped_attention(model)
 
-    @property
-    def page_tokens(self) -> int:
-        """The number of tokens of a page."""
-        return self._rows * self._length
-
     def generate(
-        self, seed: int, *, complete: bool = False, on_tokens: Callable[[int], None] = lambda count: None
+        self, seed: int, size: int, earlier: Corpus, *, on_tokens: Callable[[int], None] = lambda count: None
     ) -> TextPage:
-        """The page of a seed.
+        """The page of a seed after the `earlier` ones, whose answers become documents. It has about `size` tokens.
 
-        complete: whether openings are complete user messages. on_tokens: called with the number of new tokens.
+        on_tokens: called with the number of new tokens.
         """
-        # Generators of their own, so that a page depends on its seed alone and can be generated again.
-        rng = random.Random(seed)
+        # Generators of their own, so that a page depends on its seed and the earlier pages alone.
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        conversations = []
-        for row in range(self._rows):
-            temperature = ANSWER_TEMPERATURES[row % len(ANSWER_TEMPERATURES)]
-            conversations.append(Conversation(self._script, temperature, self._script.draw_opening(rng), complete))
-        tokens = torch.empty(self._rows, self._length, dtype=torch.int32)
-        sources = torch.zeros(self._rows, self._length, dtype=torch.uint8)
-        features: Tensor | None = None
-        cache = empty_cache(self._model)
-        sampled = [0] * self._rows  # a placeholder: rows begin with tokens of the template
-        reader = FeatureReader(self._model, self._layers)
+        length = max(min(MIN_LENGTH, self._length), self._length // SHARES[len(earlier) % len(SHARES)])
+        conversations = self._conversations(random.Random(seed), max(1, size // length), length, earlier)
+        cache, reader = empty_cache(self._model), FeatureReader(self._model, self._layers)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        position, sampled = 0, [0] * len(conversations)  # placeholders: rows begin with tokens of the template
         with torch.no_grad(), reader.watching():
-            # Every row gets one token per pass, inserted or sampled. So rows stay equally long, and nothing is padded.
-            for position in range(self._length):
-                column = [row.next_token(token) for row, token in zip(conversations, sampled, strict=True)]
-                tokens[:, position] = torch.tensor([token for token, _ in column])
-                sources[:, position] = torch.tensor([source for _, source in column])
-                ids = tokens[:, position : position + 1].long().to(self._model.device)
-                output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
-                hidden = reader.features(output)[:, 0]  # (B, F)
-                if features is None:
-                    features = torch.empty(self._rows, self._length, hidden.shape[-1], dtype=torch.bfloat16)
-                features[:, position] = hidden
+            # Every row gets equally many tokens per pass, inserted or one sampled, so nothing is padded.
+            while position < length:
+                width = max(1, min(length - position, PREFILL_CHUNK, *(len(row.inserted) for row in conversations)))
+                pairs = zip(conversations, sampled, strict=True)
+                block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
+                tokens, sources = block.unbind(-1)
+                arguments = {"past_key_values": cache, "use_cache": True, "output_hidden_states": True}
+                with prefill_pass(width > 1):
+                    output = self._model(input_ids=tokens.to(self._model.device), logits_to_keep=1, **arguments)
+                parts.append((tokens.int(), sources.byte(), reader.features(output).to("cpu", torch.bfloat16)))
                 sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
-                on_tokens(self._rows)
-        assert features is not None
+                position += width
+                on_tokens(tokens.numel())
+        tokens, sources, features = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
+
+    def _conversations(self, rng: random.Random, count: int, length: int, earlier: Corpus) -> list[Conversation]:
+        """Long ones about documents, and short ones of which some are. Questions from a file have none."""
+        short = [number for number in range(len(earlier)) if SHARES[number % len(SHARES)] == max(SHARES)]
+        texts = earlier.page(rng.choice(short)).texts if short and not self._script.complete else []
+        is_short, conversations = length < self._length // 2, []
+        for row in range(count):
+            opening = self._script.draw_opening(rng)
+            if texts and not (is_short and rng.random() > SHORT_TASKS):
+                share = rng.uniform(*(SHORT_DOCUMENT if is_short else LONG_DOCUMENT))
+                opening = self._script.draw_task(rng, texts, int(share * length))
+            temperature = ANSWER_TEMPERATURES[row % len(ANSWER_TEMPERATURES)]
+            conversations.append(Conversation(self._script, temperature, opening))
+        return conversations
 
 
 def _use_grouped_attention(model: Any) -> None:
@@ -168,38 +183,10 @@ def _use_grouped_attention(model: Any) -> None:
 
 def _sample(logits: Tensor, temperatures: Sequence[float], generator: torch.Generator) -> list[int]:
     """One token per row of logits (B, V); temperature 0 is greedy."""
-    is_sampled = torch.tensor([temperature > 0 for temperature in temperatures], device=logits.device)
-    scale = torch.tensor([temperature for temperature in temperatures if temperature > 0], device=logits.device)
-    tokens = torch.empty(len(temperatures), dtype=torch.long, device=logits.device)
-    if not bool(is_sampled.all()):
-        tokens[~is_sampled] = logits[~is_sampled].argmax(-1)
-    if len(scale):
-        uniform = torch.rand(len(scale), 1, generator=generator, device=logits.device)
-        parts = (part.split(SAMPLED_ROWS) for part in (logits[is_sampled], scale[:, None], uniform))
-        tokens[is_sampled] = torch.cat(
-            [
-                sample_by_inversion(rows.float().div_(temperature), numbers)
-                for rows, temperature, numbers in zip(*parts, strict=True)
-            ]
-        )
+    tokens = logits.argmax(-1)
+    scale = torch.tensor(temperatures, device=logits.device)[:, None]
+    drawn = (scale > 0)[:, 0]
+    if bool(drawn.any()):
+        probs = (logits[drawn].float() / scale[drawn]).softmax(-1)
+        tokens[drawn] = torch.multinomial(probs, 1, generator=generator)[:, 0]
     return tokens.tolist()
-
-
-def sample_by_inversion(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens (B,) sampled from softmax(logits), (B, V), with one uniform number (B, 1) per row. Overwrites `logits`.
-
-    Block sums select a block, and sums within it the token: a cumulative sum over the vocabulary is slow.
-    """
-    # Not normalised: the uniform number is scaled by the total instead.
-    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    if padding := -weights.shape[-1] % BLOCK:
-        weights = pad(weights, (0, padding))
-    blocks = weights.unflatten(-1, (-1, BLOCK))
-    block_ends = blocks.sum(-1).cumsum(-1)
-    target = uniform * block_ends[:, -1:]
-    # right=True skips blocks and tokens of weight 0. The clamps catch a target that rounding moved past the end.
-    block = torch.searchsorted(block_ends, target, right=True).clamp(max=block_ends.shape[-1] - 1)
-    block_start = pad(block_ends, (1, 0)).gather(1, block)
-    within = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
-    offset = torch.searchsorted(within.cumsum(-1), target - block_start, right=True).clamp(max=BLOCK - 1)
-    return (block * BLOCK + offset)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ Rates = dict[str, list[float | None]]
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Seconds of generation (`writing`) and training so far. curve: tokens, seconds, loss and rates per evaluation."""
+    """Seconds of generation (`writing`) and training so far."""
 
     writing: float = 0.0
     training: float = 0.0
-    curve: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         write_json(folder / PROGRESS_FILE, asdict(self))
@@ -80,18 +79,6 @@ def rates_text(rates: Rates) -> str:
     """Acceptance rates by position, in one line."""
     greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
     return f"greedy acceptance {greedy}, at T = 1 {sampled}"
-
-
-def missing_text(rates: Rates, rows: int, length: int) -> list[str]:
-    """Why some rates are missing, as a sentence, or nothing."""
-    if any(values[0] is None for values in rates.values()):
-        return [
-            f'"-": the {rows} held-out conversations of {length} tokens hold no such answers. '
-            "Choose a longer --length, and at least six --rows: two of six answer greedily, two at T = 1."
-        ]
-    if any(None in values for values in rates.values()):
-        return ['"-": no draft before was accepted, so there was nothing to count.']
-    return []
 
 
 def advice(rates: Rates, out: Path, target: str) -> list[str]:

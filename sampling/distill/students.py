@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import CONFIG_NAME
 
+from sampling.distill import unrolled_attention
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.progress import Report
@@ -24,7 +25,14 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import read_checkpoint
 from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
-from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, new_eagle3, save_eagle3, usual_layers
+from utils.drafter_formats.eagle3_file import (
+    Surroundings,
+    can_be_stored,
+    chosen_layers,
+    new_eagle3,
+    save_eagle3,
+    usual_layers,
+)
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.target_parts import DraftHead
 from utils.errors import UserError
@@ -33,7 +41,6 @@ from utils.models.devices import Placement, choose_device
 from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads
-TRAINING_ATTENTION = "sdpa"  # faster than row-invariant attention, which only drafting needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +106,14 @@ class Predictions:
 class Student:
     """A drafter in training.
 
-    `kind` is as in --kind. `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids
-    `vocabulary` (V',). Neither is trained. `layers` are the hidden states of its pages; the last one is the input of
-    the target's output layer.
+    `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids `vocabulary` (V',). Neither is
+    trained. `layers` are the hidden states of its pages; the last one is the input of the target's output layer.
     """
 
     def __init__(self, head: Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
-        self.kind = "eagle3"
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
+        head.config._attn_implementation = unrolled_attention.NAME
 
     def predictions(self, page: TextPage, steps: int) -> Iterator[Predictions]:
         """The predictions of each step, with N = T - steps - 1 entries."""
@@ -122,17 +128,9 @@ class Student:
             # Entry i of step s stands at position i + s, as it does when the head drafts.
             positions = torch.arange(step, step + count, device=tokens.device)[None]
             embedded = self.embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)  # true tokens, not drafts
-            states = head(states, embedded, positions, cache=cache, mask=_attention_mask(count, step, tokens.device))
+            states = head(states, embedded, positions, cache=cache)
             yield Predictions(head.norm(states), self.rows, step + 2)
             states = head.feedback(states)
-
-
-def _attention_mask(count: int, step: int, device: torch.device) -> Tensor:
-    """(1, 1, N, (step + 1) N): an entry attends to true entries up to itself and to its own earlier steps."""
-    # (N, N) each. Keys lie in the cache step after step.
-    true_entries = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-    own_steps = torch.eye(count, dtype=torch.bool, device=device)
-    return torch.cat([true_entries, *[own_steps] * step], dim=-1)[None, None]
 
 
 def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,12 +139,11 @@ def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """The hidden states that pages of this plan hold. Raises UserError if the target does not have one of them."""
+    """The hidden states that pages of this plan hold."""
     if plan.start:
         return load_student(Path(plan.start), target).layers
     count = layer_count(target.model)
-    chosen = [int(number) for number in plan.layers.split(",")] if plan.layers else usual_layers(count)
-    return page_layers(chosen_layers(chosen, count))
+    return page_layers(chosen_layers(usual_layers(count), count))
 
 
 def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Student:
@@ -160,8 +157,11 @@ def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Studen
         student.head.requires_grad_(True)  # weights are frozen when they are loaded
         return student
     counts = token_counts(corpus, vocabulary_size(target.model))
-    ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values
-    return _with_target(new_eagle3(target.model, planned_layers(plan, target)[:-1]), target, ids)
+    ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values.to(target.model.device)
+    # Drafters are loaded with the weights alone, without the factor of some targets.
+    embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
+    head = new_eagle3(target.model, planned_layers(plan, target)[:-1])
+    return Student(head.to(target.model.device), embed, target.lm_head[ids], ids)
 
 
 def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
@@ -183,7 +183,16 @@ def load_student(folder: Path, target: Target) -> Student:
         raise UserError(f"{folder} holds a model or an unknown format, which this command does not train.")
     if known.load is not load_eagle3:
         raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
-    return _loaded_eagle3(load_eagle3(checkpoint, target.model), folder)
+    drafter = load_eagle3(checkpoint, target.model)
+    if not can_be_stored(drafter):
+        raise UserError(f"The drafter in {folder} has layers with a window of one position, which are not trained.")
+    # What it may share with its target stays as it is.
+    embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
+    del drafter.embed_tokens, drafter.lm_head
+    rows, ids = output.rows.weight, output.vocabulary
+    return Student(
+        drafter.float(), embed, rows.detach(), torch.arange(len(rows), device=rows.device) if ids is None else ids
+    )
 
 
 def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:
@@ -191,24 +200,3 @@ def save_student(student: Student, folder: Path, target: Target, corpus: Corpus)
     counts = token_counts(corpus, vocabulary_size(target.model))
     around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
     save_eagle3(folder, student.head, target.model, around)
-
-
-def _loaded_eagle3(drafter: Eagle3, folder: Path) -> Student:
-    """A loaded drafter in float32. What it may share with its target stays as it is."""
-    if any(cast(Any, layer).self_attn.sliding_window for layer in drafter.layers):
-        raise UserError(f"The drafter in {folder} has layers with a sliding window, which this command does not train.")
-    embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
-    del drafter.embed_tokens, drafter.lm_head
-    rows, ids = output.rows.weight, output.vocabulary
-    every = torch.arange(len(rows), device=rows.device)
-    drafter.config._attn_implementation = TRAINING_ATTENTION
-    return Student(drafter.float(), embed, rows.detach(), every if ids is None else ids)
-
-
-def _with_target(head: Eagle3, target: Target, vocabulary: Tensor) -> Student:
-    """A student that reads the target's embedding, and drafts with its output rows of `vocabulary`."""
-    vocabulary = vocabulary.to(target.model.device)
-    # Drafters are loaded with the weights alone, without the factor of some targets.
-    embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
-    head.config._attn_implementation = TRAINING_ATTENTION
-    return Student(head.to(target.model.device), embed, target.lm_head[vocabulary], vocabulary)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from sampling.distill.loss import autocast_for, distillation_loss, measure_acceptance
+from sampling.distill.loss import autocast_for, count_acceptance, distillation_loss, rates_of
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.progress import Rates
@@ -28,12 +28,10 @@ STATE_FILE = "trainer.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """`pages` are the training text, and `held_out` is a page for evaluation. `lm_head` is the target's output weight
-    (V, H).
-    """
+    """The training text, pages for evaluation, and the target's output weight (V, H)."""
 
     pages: Corpus
-    held_out: TextPage
+    held_out: Corpus
     lm_head: Tensor
 
 
@@ -74,10 +72,14 @@ class Trainer:
         self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
         self.is_consistent = True
 
-    def acceptance(self, rows: int) -> Rates:
-        """The acceptance on the first `rows` rows of the held-out page."""
-        page, plan = self._data.held_out.rows(slice(rows)), self._plan
-        return measure_acceptance(self.student, page, self._data.lm_head, steps=plan.steps, batch=plan.batch)
+    def acceptance(self, tokens: int) -> Rates:
+        """The acceptance on the first rows of each held-out page, about `tokens` tokens of it."""
+        counts = torch.zeros(2, self._plan.steps, 2, dtype=torch.float64)
+        for page in map(self._data.held_out.page, range(len(self._data.held_out))):
+            with autocast_for(self._data.lm_head):
+                part = page.rows(slice(max(1, tokens // page.tokens.shape[1])), self._data.lm_head.device)
+                count_acceptance(self.student, part, self._data.lm_head, counts)
+        return rates_of([counts])
 
     def save(self, folder: Path) -> None:
         """Write the weights, the optimizers' states and the step number."""
@@ -119,13 +121,13 @@ class Trainer:
     def _batch(self) -> TextPage:
         """Some rows of one page, both in a random order that the seed determines."""
         plan = self._plan
-        per_page = max(1, plan.rows // plan.batch)
+        per_page = plan.page // plan.batch
         # All batches of a page follow each other, so only one page is in memory.
         visit, part = divmod(self.step, per_page)
         epoch, place_in_order = divmod(visit, self._page_count)
         page = self._page(_shuffled(self._page_count, plan.seed, epoch)[place_in_order])
-        order = _shuffled(page.tokens.shape[0], plan.seed, visit)
-        return page.rows(torch.tensor(order[part * plan.batch : (part + 1) * plan.batch]), self._data.lm_head.device)
+        order = torch.tensor(_shuffled(page.tokens.shape[0], plan.seed, visit))
+        return page.rows(order.tensor_split(per_page)[part], self._data.lm_head.device)
 
     def _page(self, number: int) -> TextPage:
         if self._loaded is None or self._loaded[0] != number:

@@ -92,18 +92,14 @@ class Eagle3(StepwiseDrafter):
         next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache)
         return next_states
 
-    def forward(
-        self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None) -> Tensor:
         """Return the next states (B, T, H) at `positions` (1, T).
 
         `states` (B, T, H) are those before, and `embedded` (B, T, H) the embeddings of the tokens that follow them.
-        `mask` has the entries of the cache that they may attend to, for training (1, 1, T, K); None for all up to their
-        own.
         """
         tables = self.rotary(states, positions)
-        arguments = {"position_ids": positions, "past_key_values": cache, "position_embeddings": tables}
-        arguments["attention_mask"] = mask
+        arguments = {"position_ids": positions, "past_key_values": cache, "attention_mask": None}
+        arguments["position_embeddings"] = tables
         for layer in cast(Any, self.layers[: self.joining]):
             normed = layer.hidden_norm(states)
             residual = normed if self.conventions.norm_before_residual else states
@@ -291,10 +287,11 @@ def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
 
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
-    check_target_file(checkpoint, target)
+    window = check_target_file(checkpoint, target)
     checkpoint = checkpoint.renamed(RENAMED)
     feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
     parts = _parts(checkpoint, target, feature_size)
+    parts = replace(parts, windows=tuple(size or window for size in parts.windows))
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
     with torch.device("meta"):  # random weights would take time and memory

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,8 +21,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from utils.decode.features import final_norm, layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import CONFIG, WEIGHTS
-from utils.drafter_formats.eagle3 import LAYER_IDS, Eagle3, Parts
-from utils.drafter_formats.layer_config import LAYER_KEYS
+from utils.drafter_formats.eagle3 import LAYER_IDS, Eagle3, NoChange, OwnPosition, Parts
+from utils.drafter_formats.layer_config import FULL, LAYER_KEYS, SLIDING
 from utils.drafter_formats.target_parts import write_target_file
 from utils.engine import attention
 from utils.errors import UserError
@@ -30,6 +30,7 @@ from utils.files import os_reason, replacing
 from utils.models.feature_drafter import Conventions
 
 SPECULATORS_VERSION = "0.9.0"  # of the layout
+HEAD_KINDS = ("attention", "key_value")
 FEWEST_LAYERS = 7  # below them the usual hidden states coincide or do not exist
 
 
@@ -136,7 +137,9 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as file:
             file.write(save(tensors, metadata={"format": "pt"}))
-        write_target_file(folder, target, around.ids, around.counts)
+        # The config has the smallest window.
+        others = sorted(set(filter(None, _windows(drafter))))[1:]
+        write_target_file(folder, target, around.ids, around.counts, window=max(others, default=None))
         # Last, because a folder with this file counts as a drafter.
         with replacing(folder / CONFIG) as file:
             file.write(config.encode())
@@ -145,7 +148,7 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
 
 
 def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
-    trained = drafter.state_dict() | {"lm_head.weight": around.rows}
+    trained = _weights(drafter) | {"lm_head.weight": around.rows}
     tensors = {name: part.bfloat16() if part.is_floating_point() else part for name, part in trained.items()}
     # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
     # is missing. In the number format of the target, so that an equal copy is recognised.
@@ -155,6 +158,37 @@ def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(len(around.counts), dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
+
+
+def _weights(drafter: Eagle3) -> dict[str, Tensor]:
+    """The weights with the idle parts that were left out when the drafter was loaded."""
+    weights, config = drafter.state_dict(), drafter.config
+    hidden, width, size = config.hidden_size, config.intermediate_size, config.head_dim
+    for index, layer in enumerate(cast(Any, drafter.layers)):
+        attends, name = layer.self_attn, f"layers.{index}"
+        if isinstance(attends, OwnPosition):
+            weights[f"{name}.self_attn.v_proj.weight"] = weights.pop(f"{name}.self_attn.linear.weight")
+            weights[f"{name}.self_attn.o_proj.weight"] = torch.eye(hidden)
+            for part in ("q_proj", "k_proj"):
+                weights[f"{name}.self_attn.{part}.weight"] = torch.zeros(hidden, 2 * hidden)
+        else:
+            for part in (f"{name}.self_attn.{part}.weight" for part in ("k_proj", "v_proj")):
+                heads = weights[part].unflatten(0, (-1, size))
+                copies = config.num_key_value_heads // len(heads)
+                weights[part] = heads.repeat_interleave(copies, 0).flatten(0, 1)
+        if isinstance(layer.mlp, NoChange):
+            shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+            weights |= {f"{name}.mlp.{part}.weight": torch.zeros(shape) for part, shape in shapes.items()}
+    return weights
+
+
+def can_be_stored(drafter: Eagle3) -> bool:
+    """Whether a loaded drafter can be written again: attention to one position stores any matrix in its values."""
+    config = drafter.config
+    sizes = {config.hidden_size, *(config.head_dim * getattr(config, f"num_{kind}_heads") for kind in HEAD_KINDS)}
+    attends = [layer.self_attn for layer in cast(Any, drafter.layers)]
+    own = [part for part in attends if isinstance(part, OwnPosition)]
+    return not own or (len(sizes) == 1 and all(part.linear.bias is None for part in own))
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
@@ -199,6 +233,7 @@ def _sglang_keys(drafter: Eagle3, layer: dict[str, Any], ids: list[int]) -> dict
     outputs of layers; for some targets only if the first number is 1, which the usual layers have.
     """
     known = layer["model_type"] == "llama" and layer["num_hidden_layers"] == 1 and not layer["attention_bias"]
+    known = known and "layer_types" not in layer
     if not known or drafter.conventions.norm_before_residual or ids[0] != 2:
         return {"architectures": ["Eagle3DraftModel"]}
     outputs = [number - 1 for number in ids]
@@ -215,13 +250,21 @@ def _layer_config(drafter: Eagle3) -> dict[str, Any]:
     if theta := config.rope_parameters.get("rope_theta"):
         keys["rope_theta"] = theta  # transformers 4 reads it here
     has_bias = "layers.0.self_attn.q_proj.bias" in drafter.state_dict()
+    windows = _windows(drafter)
+    if sizes := set(filter(None, windows)):
+        types = [SLIDING if window == min(sizes) else FULL for window in windows]
+        keys |= {"layer_types": types, "sliding_window": min(sizes)}
     return keys | {
         "model_type": config.model_type,
-        "num_hidden_layers": config.num_hidden_layers,
+        "num_hidden_layers": len(windows),
         "vocab_size": config.vocab_size,
         "attention_bias": has_bias,
         "tie_word_embeddings": False,
     }
+
+
+def _windows(drafter: Eagle3) -> list[int | None]:
+    return [layer.self_attn.sliding_window for layer in cast(Any, drafter.layers)]
 
 
 def _verifier(target: PreTrainedModel) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from utils.bounds import WholeRange
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, DrafterCheckpoint
@@ -161,10 +162,13 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     return ids
 
 
-def write_target_file(folder: Path, target: PreTrainedModel, ids: Tensor, counts: Tensor) -> None:
+def write_target_file(
+    folder: Path, target: PreTrainedModel, ids: Tensor, counts: Tensor, *, window: int | None = None
+) -> None:
     """Describe the target of the drafter in a folder.
 
     ids: its draft vocabulary (V',). counts: how often each token occurs in the text that it was trained on (V,).
+    window: see check_target_file.
     """
     about = {
         "version": VERSION,
@@ -173,26 +177,32 @@ def write_target_file(folder: Path, target: PreTrainedModel, ids: Tensor, counts
         "fingerprint": [round(number, 6) for number in fingerprint(target).tolist()],
         "tokens": int(counts.sum()),
         "draft_token_counts": counts[ids.to(counts.device)].tolist(),
-    }
+    } | ({"window": window} if window else {})
     with replacing(folder / NAME) as file:
         file.write((json.dumps(about) + "\n").encode())
 
 
-def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
-    """Raise UserError if a file beside the weights says that they belong to a different target, or is damaged."""
+def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> int | None:
+    """Return the number of positions that layers with full attention are to attend to, None for all.
+
+    Drafters are worse beyond the length of their training text. A config has one window for all of its layers. Raises
+    UserError if a file beside the weights says that they belong to a different target, or is damaged.
+    """
     path = next((path for path, _ in checkpoint.files.values()), Path()).parent / NAME
     if not path.is_file():
-        return
+        return None
     try:
         about: dict[str, Any] = json.loads(read_text(path))
         if about["version"] != VERSION:
-            return  # of a newer program
+            return None  # of a newer program
         same = is_same_target(target, about["size"], torch.tensor(about["fingerprint"], dtype=torch.float32))
         name = " ".join(str(about["target"]).split())[:80]
+        window = None if about.get("window") is None else WholeRange(2).check(about["window"])
     except Exception as error:  # whatever a damaged file leads to
         raise UserError(f"{path} is damaged: fetch it again, or delete it to load the drafter unchecked.") from error
     if not same:
         raise UserError(f"'{checkpoint.name}' was trained for {name}, which is not this target: {REMEDY}.")
+    return window
 
 
 def target_sizes(target: PreTrainedModel) -> list[int]:

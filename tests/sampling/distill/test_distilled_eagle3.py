@@ -1,4 +1,4 @@
-"""Drafters that `--kind eagle3` writes: they draft what training computed, and the package speculators reads them."""
+"""Drafters that the command writes: they draft what training computed, and the package speculators reads them."""
 
 import json
 import os
@@ -26,12 +26,14 @@ from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3 import LAYER_IDS
 from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
+from utils.drafter_formats.target_parts import write_target_file
 from utils.errors import UserError
 
-FLAGS = "--tokens 500 --rows 6 --length 96 --batch 3 --passes 4 --rate 0.1 --vocabulary 150 --kind eagle3 --device cpu"
+FLAGS = "--tokens 500 --page 576 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
 LAYERS = 8
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,10 @@ def trained(target, out, *flags):
 def folders(target, tmp_path_factory):
     """Folders of trained drafters, by the layers that they read. The last one is read before the final norm."""
     root = tmp_path_factory.mktemp("trained")
-    return {"usual": trained(target, root / "usual"), "last": trained(target, root / "last", "--layers", "0,3,8")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampling.distill.students.usual_layers", lambda count: (0, 3, 8))
+        last = trained(target, root / "last")
+    return {"usual": trained(target, root / "usual"), "last": last}
 
 
 def changed(folder, out, **keys):
@@ -64,10 +69,12 @@ def changed(folder, out, **keys):
     return out
 
 
-@pytest.mark.parametrize("keys", [{}, {"norm_output": True}, {"norm_before_residual": True}])
+@pytest.mark.parametrize("keys", [{}, {"norm_output": True}, {"norm_before_residual": True}, WINDOW])
 @pytest.mark.parametrize("name", ["usual", "last"])
 def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys):
     """The unrolled steps of training against a session that drafts along the same text, after every position."""
+    layer = json.loads((folders[name] / "config.json").read_text())["transformer_layer_config"]
+    keys = {"transformer_layer_config": layer | keys} if keys == WINDOW else keys
     pair = load(target, changed(folders[name], tmp_path / "out", **keys))
     page = page_of(pair.target, pair.drafter.feature_layers)
     with torch.no_grad():
@@ -198,22 +205,62 @@ def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
 
 
+def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
+    """A first layer that reads its own position through any matrix, without an MLP, and equal heads in the second."""
+    hidden, config = 32, {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1}
+    config = layer_keys(**config, norm_before_residual=True, hidden_size=hidden, intermediate_size=64, head_dim=8)
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, LAYER_IDS: [2, 4, 5]}
+    tensors = two_layers(hidden)
+    start = write_checkpoint(tmp_path / "start", config, tensors)
+    model = load(target, start).target
+    write_target_file(start, model, torch.arange(300), torch.ones(300, dtype=torch.int64), window=20)
+    out = trained(target, tmp_path / "out", "--start", str(start))
+    stored = load_file(out / "model.safetensors")
+    assert {name: part.shape for name, part in stored.items() if "layers." in name} == {
+        name: part.shape for name, part in tensors.items() if "layers." in name
+    }
+    assert not stored["layers.0.mlp.down_proj.weight"].any() and not stored["layers.0.self_attn.q_proj.weight"].any()
+    keys = stored["layers.1.self_attn.k_proj.weight"].unflatten(0, (2, 2, 8))
+    assert torch.equal(keys[:, 0], keys[:, 1]) and not torch.equal(keys[0], keys[1])
+    before, after = (load_student(folder, Target(model, None, torch.ones(1))).head for folder in (start, out))
+    assert [[layer.self_attn.sliding_window for layer in each.layers] for each in (before, after)] == [[1, 20]] * 2
+    for name, part in after.state_dict().items():
+        assert ("norm" in name or "fc" in name) or not torch.equal(part, before.state_dict()[name]), name
+
+
+def two_layers(hidden):
+    """Tensors of a drafter whose first layer only mixes, with pairs of equal heads in the second."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    tensors = {"fc.weight": drawn(hidden, 3 * hidden), "norm.weight": torch.ones(hidden)}
+    for index in range(2):
+        name, columns = f"layers.{index}", hidden * (2 - index)
+        heads = drawn(2, 1, 8, columns).expand(2, 2, 8, columns).reshape(hidden, columns)
+        zero = index == 0
+        parts = {part: torch.zeros(hidden, columns) if zero else heads for part in ("q_proj", "k_proj")}
+        parts |= {
+            "v_proj": drawn(hidden, columns) if zero else heads,
+            "o_proj": torch.eye(hidden) if zero else drawn(hidden, hidden),
+        }
+        tensors |= {f"{name}.self_attn.{part}.weight": weight.clone() for part, weight in parts.items()}
+        for part, shape in (("gate_proj", (64, hidden)), ("up_proj", (64, hidden)), ("down_proj", (hidden, 64))):
+            tensors[f"{name}.mlp.{part}.weight"] = torch.zeros(shape) if zero else drawn(*shape)
+        for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if zero else [])):
+            tensors[f"{name}.{norm}.weight"] = torch.ones(hidden)
+    return tensors
+
+
 def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_path):
     """As load_eagle3 gives them to it."""
     config = Gemma3TextConfig(**DECODER | {"num_hidden_layers": LAYERS, "head_dim": 8})
     model = build(Gemma3ForCausalLM, config, 0)
-    plan = TrainingPlan("x", kind="eagle3", vocabulary=20)
+    plan = TrainingPlan("x", vocabulary=20)
     student = create_student(Target(model, None, model.lm_head.weight.detach()), Corpus(tmp_path), plan)
     ids = torch.tensor([3, 5])
     assert torch.equal(student.embed(ids), model.get_input_embeddings().weight[ids])
-
-
-def test_layers_with_a_sliding_window_are_not_trained(target, folders, tmp_path, capsys):
-    window = {"layer_types": ["sliding_attention"], "sliding_window": 4}
-    config = json.loads((folders["usual"] / "config.json").read_text())["transformer_layer_config"]
-    out = changed(folders["usual"], tmp_path / "out", transformer_layer_config=config | window)
-    assert main(["--target", str(target), "--out", str(tmp_path / "next"), *FLAGS.split(), "--start", str(out)]) == 1
-    assert "sliding window" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -44,7 +44,6 @@ def student_of(model):
     drafter = tiny_head(model)
     drafter.layers.requires_grad_(True)
     drafter.fc.requires_grad_(True)
-    drafter.config._attn_implementation = "sdpa"
     return Student(drafter, drafter.embed_tokens, drafter.lm_head.rows.weight.detach(), drafter.lm_head.vocabulary)
 
 

@@ -8,8 +8,8 @@ from tiny import hidden_features, tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sampling.distill.chat_script import ANSWER, QUESTION, TEMPLATE, Conversation, Script, openings
-from sampling.distill.pages import PageGenerator, sample_by_inversion
+from sampling.distill.chat_script import ANSWER, DOCUMENT, QUESTION, TEMPLATE, Conversation, Opening, Script, openings
+from sampling.distill.pages import LEAST_TEXT, Corpus, PageGenerator
 from utils.engine import attention
 
 LAYERS = (1, -1)
@@ -19,13 +19,19 @@ def script_of(tokenizer, questions=()):
     return Script.from_tokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), list(questions))
 
 
-def page_of(model, *, seed=0, length=40, questions=()):
-    script = script_of(tiny_tokenizer(model.config.vocab_size), questions)
-    generator = PageGenerator(model, script, LAYERS, rows=6, length=length)
-    return generator.generate(seed, complete=bool(questions)), script
+@pytest.fixture
+def page_of(tmp_path):
+    """Makes the first page of a seed, and returns it with its script."""
+
+    def make(model, *, seed=0, length=40, questions=()):
+        script = script_of(tiny_tokenizer(model.config.vocab_size), questions)
+        generator = PageGenerator(model, script, LAYERS, length=length)
+        return generator.generate(seed, 6 * length, Corpus(tmp_path)), script
+
+    return make
 
 
-def test_a_page_matches_the_target():
+def test_a_page_matches_the_target(page_of):
     """Features equal those of one forward pass per row, and greedy answers consist of the target's likeliest tokens."""
     model = tiny_llama(vocab_size=300)
     page, script = page_of(model, length=90, questions=["Why?"])
@@ -38,7 +44,7 @@ def test_a_page_matches_the_target():
     assert greedy.any() and torch.equal(output.logits.argmax(-1)[:, :-1][greedy], page.tokens[:, 1:].long()[greedy])
 
 
-def test_a_seed_determines_the_page():
+def test_a_seed_determines_the_page(page_of):
     model = tiny_llama(vocab_size=300)
     assert torch.equal(page_of(model, seed=3)[0].tokens, page_of(model, seed=3)[0].tokens)
     assert not torch.equal(page_of(model, seed=3)[0].tokens, page_of(model, seed=4)[0].tokens)
@@ -47,7 +53,7 @@ def test_a_seed_determines_the_page():
 def test_the_template_is_inserted_between_turns():
     tokenizer = tiny_tokenizer()
     script, end = script_of(tokenizer), tokenizer.eos_token_id
-    conversation = Conversation(script, 0.0, ())
+    conversation = Conversation(script, 0.0, Opening())
     sampled = [0] * len(script.prefix) + [65, 66, end] + [0] * (len(script.answer_prefix) - 1) + [67, end]
     row = [conversation.next_token(token) for token in sampled]
     assert "".join(tokenizer.decode([token for token, _ in row])) == (
@@ -60,10 +66,13 @@ def test_the_template_is_inserted_between_turns():
         (67, ANSWER),
         (end, ANSWER),
     ]
-    assert conversation.temperature > 0 and tokenizer.decode(conversation.inserted) == "\n<|im_start|>user\n"
+    assert (
+        conversation.temperature > 0
+        and tokenizer.decode([token for token, _ in conversation.inserted]) == "\n<|im_start|>user\n"
+    )
 
 
-def test_complete_questions_are_answered():
+def test_complete_questions_are_answered(page_of):
     page, script = page_of(tiny_llama(vocab_size=300), length=70, questions=["Why?"])
     start = [*script.prefix, *script.encode("Why?"), *script.answer_prefix]
     assert page.tokens[:, : len(start)].tolist() == [start] * 6
@@ -74,33 +83,56 @@ def test_openings_cover_all_groups_and_many_subjects():
     """Of six groups one is open-ended, two are questions, two are requests and one is code; few openings repeat."""
     script, rng = script_of(tiny_tokenizer()), random.Random(0)
     drawn = [script.draw_opening(rng) for _ in range(1000)]
-    code = {script.encode(text) for text in openings()[-1]}
-    assert 120 < sum(ids in code for ids in drawn) < 240
-    assert sum(ids == () for ids in drawn) > 8 and len(set(drawn)) > 700
+    code = {tuple((token, TEMPLATE) for token in script.encode(text)) for text in openings()[-1]}
+    assert 120 < sum(opening.tokens in code for opening in drawn) < 240
+    assert sum(opening == Opening() for opening in drawn) > 8 and len(set(drawn)) > 700
     assert not any("{" in text or text != text.strip() for group in openings()[1:] for text in group)
 
 
-def test_sampling_by_inversion_follows_the_distribution():
-    """Chi-square over 120,000 samples and three blocks, the last one incomplete; false alarm probability 1e-6."""
-    torch.manual_seed(0)
-    logits, count = torch.randn(1, 600) * 2, 120_000
-    drawn = [sample_by_inversion(logits.expand(4000, -1).clone(), torch.rand(4000, 1)) for _ in range(count // 4000)]
-    expected = torch.softmax(logits[0].double(), -1) * count
-    statistic = ((torch.bincount(torch.cat(drawn), minlength=600) - expected) ** 2 / expected).sum()
-    assert statistic < 599 + 4.9 * (2 * 599) ** 0.5 + 10
-    assert sample_by_inversion(logits.expand(2, -1).clone(), torch.tensor([[0.0], [1.0]])).tolist() == [0, 599]
+def test_long_conversations_are_about_earlier_answers(tmp_path):
+    """Pages take turns: short ones, half of the length, short ones, all of it. Documents were generated before."""
+    model, length = tiny_llama(vocab_size=300, max_position_embeddings=512), 480
+    script, corpus = script_of(tiny_tokenizer(300)), Corpus(tmp_path)
+    generator = PageGenerator(model, script, LAYERS, length=length)
+    for number in range(4):
+        corpus.add(generator.generate(number, 2 * length, corpus))
+    pages = [corpus.page(number) for number in range(4)]
+    assert [page.tokens.shape for page in pages] == [(5, 192), (4, 240), (5, 192), (2, 480)]
+    answers = {token for text in pages[0].texts for token in text}
+    assert min(len(text) for text in pages[0].texts) >= LEAST_TEXT and not pages[0].generated.all()
+    for page in pages[1::2]:
+        documents = page.sources == DOCUMENT
+        assert 0.65 < documents.float().mean() < 0.9 and not page.answers[documents].any()
+        assert page.generated[documents].all()
+    breaks = set(script.encode("\n\n"))
+    assert set(pages[1].tokens[pages[1].sources == DOCUMENT].tolist()) <= answers | breaks
+    with torch.no_grad():
+        output = model(input_ids=pages[3].tokens.long(), output_hidden_states=True)
+    assert torch.allclose(pages[3].features.float(), hidden_features(output, LAYERS), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_task_is_complete_unless_its_question_is_missing(ends):
+    script, rng = script_of(tiny_tokenizer()), random.Random(0)
+    tasks = [script.draw_task(rng, [(7,) * 30, (8,) * 30], 40) for _ in range(60)]
+    assert {task.complete for task in tasks} == {True, False}
+    last = [script.encode(text) for text in ("Question:", "question:", "to the text,")]
+    for task in (task for task in tasks if task.complete != ends):
+        assert sum(source == DOCUMENT for _, source in task.tokens) == 40
+        tail = tuple(token for token, _ in task.tokens)
+        assert ends == any(tail[-len(words) :] == words for words in last)
 
 
 def test_a_model_without_a_template_generates_text():
     tokenizer = tiny_tokenizer(chat=False)
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    conversation = Conversation(script_of(tokenizer), 0.7, ())
+    conversation = Conversation(script_of(tokenizer), 0.7, Opening())
     row = [conversation.next_token(token) for token in (9, 9, 9, end, 9)]
     assert row == [(start, TEMPLATE), (9, ANSWER), (9, ANSWER), (end, ANSWER), (start, TEMPLATE)]
 
 
 @pytest.mark.parametrize("name", ["refuses", "row_invariant"])
-def test_unsupported_attention_stays_as_it_is(monkeypatch, name):
+def test_unsupported_attention_stays_as_it_is(page_of, monkeypatch, name):
     def refuses(*args, **kwargs):
         raise NotImplementedError("soft-capping, attention sinks or a bias")
 

@@ -57,7 +57,7 @@ OWN_QUANTIZATIONS = frozenset(QUANTIZED[TRANSFORMERS])  # others are stored in c
 SCHEDULE_FILE = "draft_lengths.json"
 HEADING = "Settings for other programs:"
 NO_SETTING = "{} has no setting for {}."
-OWN_HEAD = "`python -m sampling.distill --kind eagle3` trains a drafter that vLLM and SGLang load."
+OWN_HEAD = "`python -m sampling.distill` trains a drafter that vLLM and SGLang load."
 
 
 @dataclass(frozen=True, slots=True)
