@@ -140,7 +140,7 @@ def mixed(costs: Costs, prompt: int, tokens: int, **others: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("prompt", [50, pytest.param(1000, marks=pytest.mark.full), 3000])
+@pytest.mark.parametrize("prompt", [50, *(pytest.param(prompt, marks=pytest.mark.full) for prompt in (1000, 3000))])
 def test_no_run_is_slower_than_the_target_alone(name: str, prompt: int) -> None:
     """Also a run that ends long before the maximum number of new tokens, and whatever the drafter thinks of itself."""
     for (tokens, max_new), rate in product(((48, 48), (48, 256), (256, 256)), RATES):

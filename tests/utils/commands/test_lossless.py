@@ -122,7 +122,7 @@ def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(
     monkeypatch.setattr(ModelSession, "read", counted)
     prefills = SharedPrefills()
     for strategy in STRATEGIES[:4]:
-        for seed in range(12):
+        for seed in range(5):
             runs = []
             for shared in (prefills, None):
                 storage = empty_storage(settings, pair)

@@ -33,10 +33,10 @@ def drafted(timings: Any) -> list[tuple[int, str]]:
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
-GREEDY = Settings(length=24, costs=COSTS)
-COUPLED = Settings(length=24, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
+GREEDY = Settings(length=18, costs=COSTS)
+COUPLED = Settings(length=18, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
 UNCACHED = Settings(
-    length=24, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
+    length=14, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
 )
 
 

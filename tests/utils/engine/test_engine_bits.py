@@ -47,7 +47,7 @@ def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: s
     model, random = MODELS[name](), Random(name)
     state = Engine([model]).use(engine, 1)
     assert state.kind == engine and state.verified, state
-    for length in (30, 90):
+    for length in (30, 70):
         assert_bits_of_single_steps(model, [random.randrange(96) for _ in range(length)], random)
 
 
@@ -133,8 +133,8 @@ def test_other_formats_are_computed_in_full_blocks(dtype: torch.dtype) -> None:
 def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:
     target, drafter = llama(), llama(seed=1)
     Engine([target, drafter]).use("invariant", 1)
-    for seed in range(6):
-        processor = MultinomialProcessor(0.5 + 0.2 * seed) if seed else None
+    for seed in range(3):
+        processor = MultinomialProcessor(0.5 + 0.4 * seed) if seed else None
         plain = autoregressive_generate([3, seed, 5], target, 36, processor, None, seed=seed)
         options = {"gamma": (1, 4, 9)[seed % 3], "logits_processor": processor, "max_gen_len": 36, "seed": seed}
         drafted = speculative_generate([3, seed, 5], drafter, target, eos_tokens_id=None, verify="coupled", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,19 @@ def logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
+@cache
+def target_of(folder: Path, kind: str) -> Any:
+    """A target that tests do not change."""
+    return load(folder, "layers:1", quantize=kind).target
+
+
 def test_every_kind_is_tested() -> None:
     assert {"none", *QUANTIZED} == set(QUANTIZATIONS)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_a_quantized_target_is_similar_to_the_full_one(wide: Path, kind: str) -> None:
-    full, small = load(wide, "layers:1").target, load(wide, "layers:1", quantize=kind).target
+    full, small = target_of(wide, "none"), target_of(wide, kind)
     assert {type(part).__name__ for part in small.model.layers.modules() if "Linear" in type(part).__name__} == {
         QUANTIZED[kind]
     }
@@ -54,8 +61,7 @@ def test_a_quantized_target_is_similar_to_the_full_one(wide: Path, kind: str) ->
 def test_weights_are_rounded_to_the_nearest_step(wide: Path, kind: str, bits: int) -> None:
     for layer in ("up_proj", "down_proj"):  # one scale per row, and several groups per row
         full, small = (
-            data(getattr(load(wide, "layers:1", quantize=name).target.model.layers[0].mlp, layer).weight)
-            for name in ("none", kind)
+            data(getattr(target_of(wide, name).model.layers[0].mlp, layer).weight) for name in ("none", kind)
         )
         assert (small.dequantize() - full).abs().max() <= 1.01 * full.abs().max() / (2**bits - 2)
 
@@ -83,8 +89,7 @@ def test_a_cut_of_a_quantized_target(wide: Path, kind: str, run_target_first: bo
     after = logits(target)
     assert torch.equal(logits(cut), drafted) and not torch.equal(drafted, after)
     assert before is None or torch.equal(before, after)
-    alone = load(wide, "layers:1", quantize=kind).target
-    assert torch.equal(logits(alone), after)
+    assert torch.equal(logits(target_of(wide, kind)), after)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
