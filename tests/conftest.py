@@ -62,6 +62,15 @@ def _stop_patches() -> Iterator[None]:
     mock.patch.stopall()
 
 
+@pytest.fixture(autouse=True)
+def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test of engines tests every width only where it is the subject, and in `make test-full`."""
+    selftest = sys.modules.get("utils.engine.selftest")
+    if selftest and request.module.__name__ != "test_self_test" and "full" not in request.keywords:
+        for name in ("EVERY_WIDTH", "TILED_WIDTHS"):
+            monkeypatch.setattr(selftest, name, range(2, 8))
+
+
 @pytest.fixture
 def view() -> Any:
     """A screen in memory on which no line is broken."""

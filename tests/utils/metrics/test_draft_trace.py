@@ -191,7 +191,7 @@ def test_no_token_is_broken_on_a_narrow_terminal() -> None:
 )
 def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
     """They change nothing, every verified draft has one, and origins are confirmed in the prompt and the answer."""
-    settings = Settings(length=30, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
+    settings = Settings(length=20, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
     run = collect(row.steps(fresh(kind, settings).with_observers(None, tracer)), tracer=tracer)

@@ -64,7 +64,7 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
         file,
         "/beams 2",
         "/drafter on",
-        "/length 20",
+        "/length 12",
         KINDS,
         "/gamma auto",
         "Hello, hello",
