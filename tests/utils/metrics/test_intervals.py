@@ -4,10 +4,17 @@ from math import exp, inf, log
 
 import numpy as np
 import pytest
+from simulations import FEWER
 
+from utils.metrics import intervals
 from utils.metrics.intervals import FASTER, SLOWER, UNCLEAR, Interval, speedup_interval
 
 SIMULATIONS = 200
+
+
+@pytest.fixture
+def _fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "RESAMPLES", FEWER)
 
 
 def coverage(prompts: int, repeats: int, *, between: float, within: float, truth: float = 1.0) -> float:
@@ -21,6 +28,7 @@ def coverage(prompts: int, repeats: int, *, between: float, within: float, truth
     return hits / SIMULATIONS
 
 
+@pytest.mark.usefixtures("_fewer_resamples")
 @pytest.mark.parametrize(("prompts", "repeats"), [(1, 3), (1, 5), (3, 1), (3, 3), (12, 1), (12, 2)])
 def test_the_true_speedup_is_covered_as_often_as_promised(prompts: int, repeats: int) -> None:
     """A correct interval (coverage 0.93 or more) fails with a probability below 1e-4 for each case. The seed is fixed.
@@ -32,6 +40,7 @@ def test_the_true_speedup_is_covered_as_often_as_promised(prompts: int, repeats:
     assert 0.86 < covered < 1
 
 
+@pytest.mark.usefixtures("_fewer_resamples")
 @pytest.mark.parametrize(("prompts", "repeats"), [(2, 2), (5, 2)])
 def test_the_mean_of_these_prompts_is_covered(prompts: int, repeats: int) -> None:
     """However much they differ. A coverage of 0.93 fails with a probability below 1e-4."""
@@ -44,6 +53,7 @@ def test_the_mean_of_these_prompts_is_covered(prompts: int, repeats: int) -> Non
     assert 0.86 < hits / SIMULATIONS < 1
 
 
+@pytest.mark.usefixtures("_fewer_resamples")
 def test_noise_is_rarely_called_faster_or_slower() -> None:
     """5 % of 200 by chance; 13 % with a probability below 1e-4."""
     assert coverage(6, 2, between=0.02, within=0.1) > 0.87

@@ -111,12 +111,11 @@ def damage(folder: Path, how: str) -> None:
     "how",
     [
         "empty file",
+        "missing file",
         "no manifest",
+        "manifest is a list",
+        "different origin",
         "file instead of folder",
-        *(
-            pytest.param(how, marks=pytest.mark.full)
-            for how in ("missing file", "manifest is a list", "different origin")
-        ),
     ],
 )
 def test_a_damaged_entry_is_rebuilt(file: Path, conversions: list[Path], how: str, own_cache: Path) -> None:
