@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,6 +34,14 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Property tests try fewer examples in `make test` than in `make test-full`, and each may take its time."""
+    settings.register_profile(
+        "make test", max_examples=40 if "not full" in config.option.markexpr else 100, deadline=None
+    )
+    settings.load_profile("make test")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import Screen, open_session, table_pair
-from tiny import tiny_mamba
 from simulations import FEWER
+from tiny import tiny_mamba
 from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, useless, verdict_of
 
 import infer
