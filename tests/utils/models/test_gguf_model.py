@@ -43,7 +43,7 @@ def without_data(model: nn.Module) -> set[str]:
     return {name for name, part in model.named_parameters() if part.is_meta}
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", pytest.param("Q5_1", marks=pytest.mark.full), "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
 def test_logits_have_the_bits_of_the_unpacked_model(
     kind: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,13 @@ def storages() -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [*(("folder", kind) for kind in ("none", *QUANTIZED)), ("gguf", "none"), ("gguf", "int8")]
+    ("form", "kind"),
+    [
+        *(("folder", kind) for kind in ("none", "int8")),
+        ("gguf", "none"),
+        *(pytest.param("folder", kind, marks=pytest.mark.full) for kind in QUANTIZED if kind != "int8"),
+        pytest.param("gguf", "int8", marks=pytest.mark.full),
+    ],
 )
 def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
     path = wide if form == "folder" else write_wide_gguf(tmp_path / "tiny.gguf")
