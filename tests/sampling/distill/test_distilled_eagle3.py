@@ -28,7 +28,7 @@ from utils.drafter_formats.eagle3_file import Surroundings, chosen_layers, save_
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.errors import UserError
 
-FLAGS = "--tokens 300 --rows 6 --length 64 --batch 3 --passes 3 --rate 0.1 --vocabulary 150 --kind eagle3 --device cpu"
+FLAGS = "--tokens 300 --rows 6 --length 80 --batch 3 --passes 3 --rate 0.1 --vocabulary 150 --kind eagle3 --device cpu"
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
 LAYERS = 8
@@ -185,7 +185,7 @@ def test_a_drafter_of_a_different_target_is_refused(folders, tmp_path):
 def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):
     about = json.loads((folders["usual"] / "target.json").read_text())
     counts = about["draft_token_counts"]
-    assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 64
+    assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 80
 
 
 def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp_path):

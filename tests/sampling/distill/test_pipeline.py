@@ -15,7 +15,7 @@ from sampling.distill.options import KINDS
 from sampling.distill.pages import Corpus
 from sampling.distill.trainer import Trainer
 
-FLAGS = "--tokens 700 --rows 6 --length 64 --batch 3 --passes 2 --vocabulary 150"
+FLAGS = "--tokens 700 --rows 6 --length 80 --batch 3 --passes 2 --vocabulary 150"
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def test_a_folder_without_a_drafter_cannot_be_measured(target, tmp_path, capsys)
 
 
 def test_the_plan_and_the_next_step_are_reported(target, tmp_path, capsys, questions):
-    """700 tokens are rounded up to two pages of 6 x 64. An untrained drafter is useless."""
+    """700 tokens are rounded up to two pages of 6 x 80. An untrained drafter is useless."""
     assert run(target, tmp_path / "out", "--rate", "1e-7", *questions) == 0
     messages = message_of(capsys)
-    assert "768 in all" in messages and "700" in messages and "float32" in messages
+    assert "960 in all" in messages and "700" in messages and "float32" in messages
     assert f"--target {target} --drafter {tmp_path / 'out'}" in messages and "unlikely to save time" in messages
     assert messages.count("held out: ") <= 1, "one line for each of 20 evaluations says little"
     assert not (tmp_path / "out" / "work").exists()

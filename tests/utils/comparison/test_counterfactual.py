@@ -73,7 +73,11 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(
 
 
 @pytest.mark.parametrize(
-    "drawn", [{}, {"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
+    "drawn",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.full),
+        pytest.param({"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}, id="coupled"),
+    ],
 )
 def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
     expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
@@ -100,8 +104,9 @@ def test_an_end_token_ends_the_rounds_as_in_real_runs() -> None:
         row = strategy_of(word, ends)
         job = replace(fresh("model", settings), pair=ends)
         for _, gamma, steps, _ in replay_gammas(job, [row], text):
-            real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
-            assert rounds(steps) == rounds(real), (word, gamma)
+            if gamma in (None, 0, 1, 4, 16):
+                real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
+                assert rounds(steps) == rounds(real), (word, gamma)
 
 
 def test_storages_and_texts_are_used_and_not_changed() -> None:

@@ -74,7 +74,7 @@ def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path
     assert grown <= pair.memory * 1.05 + 10_000  # the header of a file, and state of bitsandbytes
 
 
-@pytest.mark.parametrize("drafter", ["layers:1", None])
+@pytest.mark.parametrize("drafter", ["layers:1", pytest.param(None, marks=pytest.mark.full)])
 def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, drafter: str | None) -> None:
     """The figures are those of the living tensors, before and after the engine packs them, and back."""
     load(wide, drafter).engine.use("invariant", 1)  # from now on libraries hold what they never release
