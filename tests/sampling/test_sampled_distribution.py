@@ -87,7 +87,7 @@ def test_autoregressive_decoding_follows_the_distribution(processor: LogitsProce
         *(pytest.param(processor, "rejection", 3, marks=pytest.mark.full) for processor in SAMPLERS[1::2]),
         (PROCESSOR, "rejection", 1),
         (PROCESSOR, "block", 3),
-        (SAMPLERS[-1], "block", 3),
+        pytest.param(SAMPLERS[-1], "block", 3, marks=pytest.mark.full),
     ],
     ids=str,
 )

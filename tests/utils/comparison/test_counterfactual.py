@@ -43,9 +43,9 @@ UNCACHED = Settings(
 @pytest.mark.parametrize(
     ("kind", "settings", "gammas"),
     [
-        ("model", GREEDY, (4, None)),
+        pytest.param("model", GREEDY, (4, None), marks=pytest.mark.full),
         ("model", COUPLED, (2, None)),
-        ("model", UNCACHED, (1, 7)),
+        pytest.param("model", UNCACHED, (1, 7), marks=pytest.mark.full),
         pytest.param("head", GREEDY, (1, 16), marks=pytest.mark.full),
         ("head", COUPLED, (0, None)),
         ("t5", GREEDY, (4, 16)),

@@ -26,7 +26,9 @@ def pair():
 KINDS = ("head", "layers:2", "lookup", "suffix", "chain")
 
 
-@pytest.mark.parametrize("verify", ["rejection", "coupled", "block"])
+@pytest.mark.parametrize(
+    "verify", ["coupled", *(pytest.param(rule, marks=pytest.mark.full) for rule in ("rejection", "block"))]
+)
 def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)

@@ -184,10 +184,17 @@ def test_no_token_is_broken_on_a_narrow_terminal() -> None:
     assert " ".join(lines).split() == ["1", *(f"+{token}" for token in drafted), "*2000"]
 
 
-@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+DRAFTERS = [("t5", "loaded"), ("t5", "suffix"), ("t5", "ngram"), ("model", "chain"), ("head", "chain")]
+DRAFTERS += [("model", "lookup")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "word"),
-    [("t5", "loaded"), ("t5", "suffix"), ("t5", "ngram"), ("model", "chain"), ("head", "chain"), ("model", "lookup")],
+    ("kind", "word", "verify"),
+    [
+        pytest.param(*drafter, rule, marks=pytest.mark.full if (row + column) % 2 else ())
+        for row, drafter in enumerate(DRAFTERS)
+        for column, rule in enumerate(("rejection", "coupled"))
+    ],
 )
 def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
     """They change nothing, every verified draft has one, and origins are confirmed in the prompt and the answer."""

@@ -108,9 +108,13 @@ def test_a_quantized_drafter_beside_a_full_target(wide: Path, kind: str) -> None
     assert not any("/audit" in note for note in pair.notes)  # a drafter does not decide the text
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.full) for name in ("float32", "float16"))]
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, name, marks=() if (kind in ("int8", "nf4")) and name == "bfloat16" else pytest.mark.full)
+        for kind in QUANTIZED
+        for name in ("bfloat16", "float32", "float16")
+    ],
 )
 def test_generation_with_the_pair(wide: Path, kind: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     pair = load(wide, "layers:2", quantize=kind, dtype=dtype)

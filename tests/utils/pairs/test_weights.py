@@ -25,7 +25,9 @@ IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
 QUANTIZED = tuple(kind for kind in QUANTIZATIONS if kind != "none")
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("int8", "nf4") else pytest.mark.full) for kind in QUANTIZED]
+)
 def test_memory_is_that_of_the_quantization(wide: Path, kind: str) -> None:
     """Packed weights and their scales: the full weights are neither kept nor mapped."""
     pair = load(wide, "layers:1", quantize=kind)
