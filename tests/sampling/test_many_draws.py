@@ -1,7 +1,7 @@
 """Several rounds: a position may be drafted again in the next round, so each round needs its own noise.
 
 Runs over several rounds are enumerated path by path (see exact.py), with correct noise and with noise that is reused
-across rounds. Texts of a model with 16 tokens are sampled with the program's noise: 300 in `make test`,
+across rounds. Texts of a model with 16 tokens are sampled with the program's noise: 500 in `make test`,
 200,000 in `make test-full`.
 """
 
@@ -99,7 +99,7 @@ def test_noise_reused_across_rounds_is_detected(rule: str, kind: type[ModelDraft
 
 # With the program's own noise.
 
-SIZE, MORE, FEW = 16, 200_000, 300
+SIZE, MORE, FEW = 16, 200_000, 500
 TARGET = toy(21, SIZE, spread=2.0)
 
 
