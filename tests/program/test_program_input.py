@@ -69,11 +69,9 @@ def test_piped_lines_beside_a_prompt_file_are_not_ignored_silently(
 ) -> None:
     (tmp_path / "piped").write_text(waiting)
     (tmp_path / "prompts").write_text("Hello")
-    (tmp_path / "short.toml").write_text("[settings]\nlength = 2\n")
     with (tmp_path / "piped").open() as piped:
         monkeypatch.setattr(sys, "stdin", piped)
         flags = ("--engine", "plain", "--threads", "1", "--prompts", tmp_path / "prompts")
-        flags += ("--config", tmp_path / "short.toml")
         assert infer.main(["--target", str(folder), *map(str, flags)]) == 0
     assert (infer.INPUT_IGNORED in capsys.readouterr().err) is bool(waiting)
 
