@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,6 +34,14 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Property tests try fewer examples in `make test` than in `make test-full`, and each may take its time."""
+    settings.register_profile(
+        "make test", max_examples=40 if "not full" in config.option.markexpr else 100, deadline=None
+    )
+    settings.load_profile("make test")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -60,6 +69,15 @@ def _stop_patches() -> Iterator[None]:
     """Undo what tests have patched with unittest.mock."""
     yield
     mock.patch.stopall()
+
+
+@pytest.fixture(autouse=True)
+def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test of engines tests every width only where it is the subject, and in `make test-full`."""
+    selftest = sys.modules.get("utils.engine.selftest")
+    if selftest and request.module.__name__ != "test_self_test" and "full" not in request.keywords:
+        for name in ("EVERY_WIDTH", "TILED_WIDTHS"):
+            monkeypatch.setattr(selftest, name, range(2, 8))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +67,21 @@ def draft_rounds(drafter: Any, features: Tensor, count: int) -> Iterator[tuple[i
         yield end, context[1:], torch.cat([session.feed(context[: end + 1 + step], keep=1) for step in range(count)])
 
 
-def check_texts(target: Any, drafter: Any, rule: str, gamma: int = 4) -> None:
+def check_texts(target: Any, drafter: Any, rule: str, adaptive: Callable[[], Any] = lambda: None) -> None:
     """Texts of a tiny vocabulary are those of the target alone, with drafts that are often right and often wrong.
 
-    At least four prompts, and as many more as it takes until drafts of both kinds were seen.
+    At least two prompts, and as many more as it takes until drafts of both kinds were seen. adaptive: makes an
+    adaptive gamma for each of them.
     """
     plan, accepted = decoding(12, processor=PROCESSORS[rule == "coupled"], seed=3), set()
     for number, prompt in enumerate([first, second] for first in range(8) for second in (2, 5)):
-        if number >= 4 and accepted >= {0, 1}:
+        if number >= 2 and accepted >= {0, 1}:
             return
         expected = tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan))
         session = ModelSession(target, features=drafter.feature_layers)
-        shares = RULES[rule].shares_noise
-        head = HeadDrafter(feature_session(drafter), plan, session.vocab_size, shares_noise=shares)
-        steps = list(speculative_steps(prompt, head, session, plan, gamma=gamma, rule=RULES[rule]))
+        options = {"shares_noise": RULES[rule].shares_noise, "adaptive": adaptive()}
+        head = HeadDrafter(feature_session(drafter), plan, session.vocab_size, **options)
+        steps = list(speculative_steps(prompt, head, session, plan, gamma=4, rule=RULES[rule]))
         assert tokens_of(steps) == expected
         accepted |= {step.accepted for step in steps}
     assert accepted >= {0, 1}

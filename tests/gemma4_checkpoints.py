@@ -19,7 +19,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-LAYERS, HIDDEN, VOCABULARY, WINDOW = 6, 32, 64, 5
+LAYERS, HIDDEN, VOCABULARY, WINDOW = 4, 32, 64, 5
 COMMON: dict[str, Any] = DECODER | {
     "vocab_size": VOCABULARY,
     "num_attention_heads": 4,

@@ -35,7 +35,9 @@ ROOMY = Bounds(memory=20e9, seconds=60, long_prefill=60)
 PEER = {"prompt_tokens": 500, "new_tokens": 16, "first_token_seconds": 2.0, "seconds": 3.5}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.full if index % 2 else ()) for index, form in enumerate(FORMS)]
+)
 def test_our_loader_reads_every_form(form: str, tmp_path: Path, own_cache: Path) -> None:
     tokenizer = tiny_tokenizer()
     target, drafter = (str(write_model(tmp_path / name, SMALL, form, tokenizer)) for name in ("target", "drafter"))

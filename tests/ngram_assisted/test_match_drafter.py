@@ -31,7 +31,6 @@ def occurrences(texts, piece):
     return len(ends), max(ends, default=0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(TEXTS, st.integers(1, 5))
 def test_the_automaton_follows_the_most_frequent_continuation_of_the_longest_suffix(texts, count):
     last = texts[-1]
@@ -48,7 +47,6 @@ def test_the_automaton_follows_the_most_frequent_continuation_of_the_longest_suf
     assert filled(SuffixAutomaton(), texts).drafts(count) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(TEXTS, st.integers(1, 5))
 def test_lookup_continues_after_the_latest_of_the_longest_matches(texts, count):
     last = texts[-1]

@@ -29,7 +29,6 @@ def contents_of(storage: NGramStorage) -> list[tuple[tuple[int, ...], list[tuple
     return [(context, list(counts.items())) for context, counts in storage.contexts()]
 
 
-@settings(max_examples=100, deadline=None)
 @given(n=st.integers(2, 5), ids=st.lists(TOKENS, max_size=60), limit=st.integers(1, 30))
 @pytest.mark.parametrize("storage_class", [NGramStorage, OneLevelNGramStorage])
 def test_the_limit_is_never_exceeded(storage_class: type[NGramStorage], n: int, ids: list[int], limit: int) -> None:

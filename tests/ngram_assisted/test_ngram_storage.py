@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_llama
 
@@ -31,7 +31,6 @@ def brute_force(entries: list[tuple[list[int], int]], context: Sequence[int], si
     return None
 
 
-@settings(max_examples=100, deadline=None)
 @given(n=st.integers(2, 5), prompt=st.lists(TOKENS, max_size=12), updates=UPDATES, query=st.lists(TOKENS, max_size=6))
 @pytest.mark.parametrize("storage_class", [NGramStorage, OneLevelNGramStorage])
 def test_next_tokens_equal_the_brute_force_counter(

@@ -73,14 +73,21 @@ def error(make, rule, size, length):
     return distance(text_probs(partial(run, make, rule, size, length)), expected)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(("size", "length"), SIZES)
+@pytest.mark.parametrize(
+    ("rule", "size", "length"),
+    [
+        ("rejection", *SIZES[0]),
+        ("block", *SIZES[1]),
+        pytest.param("rejection", *SIZES[1], marks=pytest.mark.full),
+        pytest.param("block", *SIZES[0], marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("make", [adaptive, bounded, adaptive_opposed, suffix_chain, lookup_chain])
 def test_text_follows_the_targets_distribution(make, size, length, rule):
     assert error(make, rule, size, length) < 1e-12
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.full)])
 def test_deciding_by_the_drawn_token_is_detected(rule):
     """The distance is 0.27."""
     assert error(partial(adaptive, kind=Peeking), rule, 3, 3) > 0.1

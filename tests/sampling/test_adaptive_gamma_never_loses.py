@@ -140,7 +140,7 @@ def mixed(costs: Costs, prompt: int, tokens: int, **others: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("prompt", [50, pytest.param(1000, marks=pytest.mark.full), 3000])
+@pytest.mark.parametrize("prompt", [50, *(pytest.param(prompt, marks=pytest.mark.full) for prompt in (1000, 3000))])
 def test_no_run_is_slower_than_the_target_alone(name: str, prompt: int) -> None:
     """Also a run that ends long before the maximum number of new tokens, and whatever the drafter thinks of itself."""
     for (tokens, max_new), rate in product(((48, 48), (48, 256), (256, 256)), RATES):
@@ -149,8 +149,14 @@ def test_no_run_is_slower_than_the_target_alone(name: str, prompt: int) -> None:
             assert speedup(max_new, runs=2, **values) >= BAR, (tokens, max_new, rate, confidence)
 
 
-@pytest.mark.parametrize("name", ["head, packed weights", "head, int8", "model, GPU"])
-@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        pytest.param(name, rate, marks=pytest.mark.full if (row + column) % 2 else ())
+        for row, name in enumerate(["head, packed weights", "head, int8", "model, GPU"])
+        for column, rate in enumerate([0.5, 0.7, 0.9])
+    ],
+)
 def test_where_drafts_pay_it_is_near_the_best_fixed_gamma(name: str, rate: float) -> None:
     """The share is that of the gain of a long answer: what remains is the time in which acceptance is learned."""
     for confidence in confidences(rate):

@@ -108,17 +108,18 @@ def test_autoregressive_text_equals_the_reference(kind: str, use_cache: bool, ta
         assert made == references[kind], processor
 
 
+GAMMAS = (0, 1, 2, 3, 6)
 # Every model meets every drafter with and without a cache, and every gamma with two drafters.
 SELECTION = [
-    (kind, DRAFTERS[(gamma + 2 * use_cache + row) % 4], gamma, use_cache)
+    (kind, DRAFTERS[(index + 2 * use_cache + row) % 4], gamma, use_cache)
     for row, kind in enumerate(BUILDERS)
-    for gamma in range(7)
+    for index, gamma in enumerate(GAMMAS)
     for use_cache in (True, False)
 ]
 
 
 def test_the_selection_covers_all_pairs_of_choices() -> None:
-    choices: list[Any] = [BUILDERS, DRAFTERS, range(7), (True, False)]
+    choices: list[Any] = [BUILDERS, DRAFTERS, GAMMAS, (True, False)]
     for first, second in combinations(range(4), 2):
         assert {(row[first], row[second]) for row in SELECTION} == set(product(choices[first], choices[second]))
     assert {(row[0], row[1], row[3]) for row in SELECTION} == set(product(BUILDERS, DRAFTERS, (True, False)))
@@ -151,7 +152,7 @@ def test_speculative_text_equals_the_reference(
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("gamma", range(7))
+@pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_ngram_assisted_text_equals_the_reference(
     kind: str, gamma: int, use_cache: bool, targets: dict, references: dict

@@ -133,8 +133,16 @@ def follows_given_prefixes(counts: Counter[tuple[int, ...]], length: int) -> boo
     return statistic < freedom + 10 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("trials", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("rule", "gamma", "length"), [("rejection", 1, 2), ("rejection", 3, 4), ("block", 3, 4)])
+@pytest.mark.parametrize(
+    ("rule", "gamma", "length", "trials"),
+    [
+        ("rejection", 3, 4, FEW),
+        *(
+            pytest.param(*rule, MORE, marks=pytest.mark.full)
+            for rule in (("rejection", 1, 2), ("rejection", 3, 4), ("block", 3, 4))
+        ),
+    ],
+)
 def test_samples_follow_the_distribution_by_position_and_jointly(
     rule: str, gamma: int, length: int, trials: int
 ) -> None:

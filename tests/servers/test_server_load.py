@@ -166,7 +166,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, single: Callable[[int], float], *serv
         (1000, 8, [1, 2, 4], ""),
         # A turn of both servers takes 8 s alone, 12 s with 2 at once and 24 s with 4.
         (300, 6, [1, 2, 4], "is enough for 6 of 8 turns; everything takes at least 352 s."),
-        (200, 8, [1, 2], "is enough for 8 of 8 turns, but not for 4 at once; everything takes at least 352 s."),
+        pytest.param(
+            *(200, 8, [1, 2], "is enough for 8 of 8 turns, but not for 4 at once; everything takes at least 352 s."),
+            marks=pytest.mark.full,
+        ),
         (110, 5, [1, 2], "is enough for 5 of 8 turns, but not for 4 at once; everything takes at least 208 s."),
     ],
 )

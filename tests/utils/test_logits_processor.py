@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.decode.noise import Noise
@@ -46,7 +46,6 @@ def reference(logits: list[float], temperature: float, top_k: int, top_p: float)
     return [weights[token] / reached if token in nucleus else 0.0 for token in range(len(weights))]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     row=ROWS,
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
@@ -149,7 +148,6 @@ def test_the_selected_prefix_does_not_change_the_nucleus(shape: str) -> None:
         torch.testing.assert_close(*distributions, rtol=1e-12, atol=0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 5), min_size=9, max_size=9), min_size=1, max_size=3), count=st.integers(1, 9)
 )

@@ -192,7 +192,7 @@ def test_a_drafter_of_a_different_target_is_refused(folders, tmp_path):
 def test_the_token_counts_are_those_of_the_draft_vocabulary(folders):
     about = json.loads((folders["usual"] / "target.json").read_text())
     counts = about["draft_token_counts"]
-    assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 96
+    assert len(counts) == 150 and 0 < sum(counts) <= about["tokens"] <= 6 * 80
 
 
 def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp_path):

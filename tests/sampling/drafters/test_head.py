@@ -75,7 +75,7 @@ def test_the_text_is_the_autoregressive_text(build, rule, cache):
     model = tiny_head(target, vocabulary=range(SIZE - 1))
     accepted = 0
     for index, processor in enumerate(PROCESSORS if rule == "coupled" else PROCESSORS[:1]):
-        expected, text, steps = texts(target, model, rule, decoding(20, processor=processor, seed=index), cache=cache)
+        expected, text, steps = texts(target, model, rule, decoding(14, processor=processor, seed=index), cache=cache)
         assert text == expected
         accepted += sum(step.accepted for step in steps)
     assert accepted

@@ -15,7 +15,7 @@ from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.repl.runner import Verdict
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.full)])
 def test_an_audit_of_honest_models(kind: str, view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, tiny_pair(kind=kind, chat=False), records=file)

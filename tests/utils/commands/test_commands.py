@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import Screen, open_session, table_pair
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
 
@@ -258,7 +258,6 @@ def test_blank_lines_do_nothing(line: str, session: ReplSession, view: Screen) -
 WRITES = ("save", "export")
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(max_size=25),
     name=st.sampled_from([command.name for command in default_registry() if command.name not in WRITES] + [""]),

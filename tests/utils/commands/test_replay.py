@@ -232,7 +232,7 @@ SESSIONS = {
 
 @pytest.mark.parametrize("lines", SESSIONS.values(), ids=SESSIONS)
 def test_a_replay_gives_the_same_results(lines: tuple[str, ...], view: Screen, tmp_path: Path) -> None:
-    file = recorded(view, tmp_path, "/length 14", *lines, draft_seconds=lambda job: 0.001)
+    file = recorded(view, tmp_path, "/length 8", *lines, draft_seconds=lambda job: 0.001)
     rows, conclusion = replayed(view, file)
     runs = records_of(file)
     assert [row["lines"] for row in rows] == [[[number], [number]] for number in range(1, len(runs) + 1)]

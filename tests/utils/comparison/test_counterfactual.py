@@ -33,19 +33,19 @@ def drafted(timings: Any) -> list[tuple[int, str]]:
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
-GREEDY = Settings(length=24, costs=COSTS)
-COUPLED = Settings(length=24, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
+GREEDY = Settings(length=18, costs=COSTS)
+COUPLED = Settings(length=20, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
 UNCACHED = Settings(
-    length=24, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
+    length=18, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
 )
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "gammas"),
     [
-        ("model", GREEDY, (4, None)),
+        pytest.param("model", GREEDY, (4, None), marks=pytest.mark.full),
         ("model", COUPLED, (2, None)),
-        ("model", UNCACHED, (1, 7)),
+        pytest.param("model", UNCACHED, (1, 7), marks=pytest.mark.full),
         pytest.param("head", GREEDY, (1, 16), marks=pytest.mark.full),
         ("head", COUPLED, (0, None)),
         ("t5", GREEDY, (4, 16)),
@@ -69,11 +69,15 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(
             assert tokens_of(real) == text
             assert replayed[row.drafter_label(pair(kind)), gamma] == rounds(real), (row.name, gamma)
     accepted = {label: sum(count for _, count, _ in replayed[label, 4]) for label, gamma in replayed if gamma == 4}
-    assert kind == "head" or (accepted["model"] > 9 and sum(map(bool, accepted.values())) > 1), accepted
+    assert kind == "head" or (accepted["model"] > 4 and sum(map(bool, accepted.values())) > 1), accepted
 
 
 @pytest.mark.parametrize(
-    "drawn", [{}, {"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}], ids=["greedy", "coupled"]
+    "drawn",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.full),
+        pytest.param({"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}, id="coupled"),
+    ],
 )
 def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
     expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
@@ -100,8 +104,9 @@ def test_an_end_token_ends_the_rounds_as_in_real_runs() -> None:
         row = strategy_of(word, ends)
         job = replace(fresh("model", settings), pair=ends)
         for _, gamma, steps, _ in replay_gammas(job, [row], text):
-            real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
-            assert rounds(steps) == rounds(real), (word, gamma)
+            if gamma in (None, 0, 1, 4, 16):
+                real = list(row.steps(replace(fresh("model", replace(settings, gamma=gamma)), pair=ends)))
+                assert rounds(steps) == rounds(real), (word, gamma)
 
 
 def test_storages_and_texts_are_used_and_not_changed() -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulations import FEWER
 
 from utils.commands.experiments.race_results import best_of_each, race_conclusion
 from utils.commands.sweep import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
+from utils.metrics import intervals
 
 CLEAR = [1.5, 1.52, 1.48, 1.51, 1.49]
 CLAIMS = ("is faster", "is the fastest", "is slower", "faster over")
@@ -50,8 +52,9 @@ def test_repeats_agree_if_chance_does_it_once_in_16() -> None:
 
 
 @pytest.mark.parametrize("repeats", [5, 8, 20])
-def test_equal_speeds_are_seldom_called_different(repeats: int) -> None:
+def test_equal_speeds_are_seldom_called_different(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of five that agree alone would be wrong in 1 of 16."""
+    monkeypatch.setattr(intervals, "RESAMPLES", FEWER)
     random = np.random.default_rng(repeats)
     draws = np.exp(random.normal(0, 0.1, (1000, repeats)))
     wrong = sum(SpeedClaim.of([list(map(float, draw))]).verdict != "not distinguishable" for draw in draws)

@@ -127,12 +127,12 @@ def test_the_draw_over_a_few_ids_equals_the_draw_over_all() -> None:
 
 
 def test_draws_follow_their_weights() -> None:
-    """10,000 draws each; every frequency within 5 sigma (false alarm below 1e-5)."""
-    probs = torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
+    """4,000 draws each; every frequency within 5 sigma (false alarm below 1e-5)."""
+    trials, probs = 4_000, torch.tensor([0.05, 0.6, 0.0, 0.35], dtype=torch.float64)
     for draw in (lambda seed: Noise(seed).sample(probs, 2), lambda seed: Noise(seed).pick(probs, Domain.DRAFT, 2, 0)):
-        counts = np.bincount([draw(seed) for seed in range(10_000)], minlength=4)
+        counts = np.bincount([draw(seed) for seed in range(trials)], minlength=4)
         for count, probability in zip(counts, probs.tolist(), strict=True):
-            assert abs(count - 10_000 * probability) <= 5 * (10_000 * probability * (1 - probability)) ** 0.5
+            assert abs(count - trials * probability) <= 5 * (trials * probability * (1 - probability)) ** 0.5
 
 
 @pytest.mark.parametrize("token", [0, 3])

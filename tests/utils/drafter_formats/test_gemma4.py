@@ -147,7 +147,7 @@ def test_the_text_is_the_targets_own(tmp_path, monkeypatch, rule, shared):
     check_texts(target, loaded(written(tmp_path, assistant), target, NAME), rule)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", [pytest.param("coupled", marks=pytest.mark.full), "rejection"])
 def test_the_text_is_the_targets_own_under_an_engine(tmp_path, monkeypatch, rule):
     """The engine replaces layers of the target and of the drafter, which then shares none of them."""
     target = tiny_unified(vocab_size=8, num_kv_shared_layers=0)
@@ -180,6 +180,14 @@ def test_the_doctor_can_examine_it(tmp_path, monkeypatch):
 
 
 LARGE = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The folder of a target with a tokenizer. Tests do not change it."""
+    return save_folder(tmp_path_factory.mktemp("large") / "target", tiny_gemma4(**LARGE), tiny_tokenizer())
+
+
 CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_intermediate_top_k": 3}
 
 
@@ -198,10 +206,11 @@ CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_inte
         (CENTROIDS, {"num_centroids": 7}, None, "centroids"),
     ],
 )
-def test_assistants_that_do_not_fit_are_refused_in_one_sentence(tmp_path, monkeypatch, assistant, keys, change, word):
-    folder = save_folder(tmp_path / "target", tiny_gemma4(**LARGE), tiny_tokenizer())
+def test_assistants_that_do_not_fit_are_refused_in_one_sentence(
+    large, tmp_path, monkeypatch, assistant, keys, change, word
+):
     made = tiny_assistant(monkeypatch, **{"vocab_size": 300} | assistant)
-    assert word in refusal(folder, written(tmp_path / "drafter", made, change, **keys))
+    assert word in refusal(large, written(tmp_path / "drafter", made, change, **keys))
 
 
 def test_other_targets_are_refused_in_one_sentence(tmp_path, monkeypatch):

@@ -31,14 +31,6 @@ def _constant_costs() -> None:
     mock.patch.object(engine, "release_memory").start()  # the collection of garbage takes longer than tiny models
 
 
-@pytest.fixture(autouse=True)
-def _few_widths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test tests every width only where it is the subject."""
-    if request.module.__name__ != "test_self_test":
-        for name in ("EVERY_WIDTH", "TILED_WIDTHS"):
-            monkeypatch.setattr(selftest, name, range(2, 8))
-
-
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces the table of engines. The plain one is always the first row."""

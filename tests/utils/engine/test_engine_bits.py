@@ -47,7 +47,7 @@ def test_verify_passes_at_random_positions_have_the_bits_of_single_steps(name: s
     model, random = MODELS[name](), Random(name)
     state = Engine([model]).use(engine, 1)
     assert state.kind == engine and state.verified, state
-    for length in (30, 90):
+    for length in (30, 70):
         assert_bits_of_single_steps(model, [random.randrange(96) for _ in range(length)], random)
 
 
@@ -100,8 +100,14 @@ def test_models_that_share_weights_still_share_them() -> None:
     assert cut.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", ENGINE_WEIGHTS)
+@pytest.mark.parametrize(
+    ("kind", "threads"),
+    [
+        pytest.param(kind, threads, marks=() if threads == 1 + index % 2 else pytest.mark.full)
+        for index, kind in enumerate(ENGINE_WEIGHTS)
+        for threads in (1, 2)
+    ],
+)
 @torch.no_grad()
 def test_every_width_has_the_bits_of_single_steps_in_every_format(kind: str, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -133,8 +139,8 @@ def test_other_formats_are_computed_in_full_blocks(dtype: torch.dtype) -> None:
 def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:
     target, drafter = llama(), llama(seed=1)
     Engine([target, drafter]).use("invariant", 1)
-    for seed in range(6):
-        processor = MultinomialProcessor(0.5 + 0.2 * seed) if seed else None
+    for seed in range(3):
+        processor = MultinomialProcessor(0.5 + 0.4 * seed) if seed else None
         plain = autoregressive_generate([3, seed, 5], target, 36, processor, None, seed=seed)
         options = {"gamma": (1, 4, 9)[seed % 3], "logits_processor": processor, "max_gen_len": 36, "seed": seed}
         drafted = speculative_generate([3, seed, 5], drafter, target, eos_tokens_id=None, verify="coupled", **options)

@@ -121,7 +121,7 @@ def assert_plain(engine: Engine, model: Any) -> None:
     assert in_files(model)
 
 
-@pytest.mark.parametrize("name", ["auto", "invariant"])
+@pytest.mark.parametrize("name", ["auto", pytest.param("invariant", marks=pytest.mark.full)])
 @torch.no_grad()
 def test_ctrl_c_at_any_report_leaves_the_plain_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,7 +68,9 @@ def working(engine: Engine) -> int:
     return weight_format._working_bytes(engine._models)
 
 
-@pytest.mark.parametrize("name", ["auto", "plain", "invariant"])
+@pytest.mark.parametrize(
+    "name", ["auto", *(pytest.param(name, marks=pytest.mark.full) for name in ("plain", "invariant"))]
+)
 def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
     name: str, tmp_path: Path, no_overhead: None
 ) -> None:
@@ -114,8 +116,14 @@ def test_memory_that_the_engine_in_use_holds_counts_as_free(rows: Callable[..., 
         with_memory(Engine([whole_llama()]), free - 10**9 + 10**6).use("second", 1)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        pytest.param(kind, stored, marks=() if (stored is torch.float32) == bool(index % 2) else pytest.mark.full)
+        for index, kind in enumerate(CASES)
+        for stored in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(
     stored: torch.dtype, kind: str, tmp_path: Path
 ) -> None:

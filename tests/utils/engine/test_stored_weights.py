@@ -178,7 +178,7 @@ def test_weights_that_were_overwritten_in_place_are_those_of_the_next_start(
     assert not changed.engine.state.tested_on
 
 
-@pytest.mark.parametrize("weights", ["float32", "gguf"])
+@pytest.mark.parametrize("weights", [pytest.param("float32", marks=pytest.mark.full), "gguf"])
 def test_a_gguf_file_that_was_replaced_is_noticed(
     weights: str, tmp_path: Path, file: ResultFile, own_cache: Path
 ) -> None:

@@ -182,14 +182,21 @@ def test_no_token_is_broken_on_a_narrow_terminal() -> None:
     assert " ".join(lines).split() == ["1", *(f"+{token}" for token in drafted), "*2000"]
 
 
-@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+DRAFTERS = [("t5", "loaded"), ("t5", "suffix"), ("t5", "ngram"), ("model", "chain"), ("head", "chain")]
+DRAFTERS += [("model", "lookup")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "word"),
-    [("t5", "loaded"), ("t5", "suffix"), ("t5", "ngram"), ("model", "chain"), ("head", "chain"), ("model", "lookup")],
+    ("kind", "word", "verify"),
+    [
+        pytest.param(*drafter, rule, marks=pytest.mark.full if (row + column) % 2 else ())
+        for row, drafter in enumerate(DRAFTERS)
+        for column, rule in enumerate(("rejection", "coupled"))
+    ],
 )
 def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
     """They change nothing, every verified draft has one, and origins are confirmed in the prompt and the answer."""
-    settings = Settings(length=30, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
+    settings = Settings(length=20, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
     run = collect(row.steps(fresh(kind, settings).with_observers(None, tracer)), tracer=tracer)

@@ -23,7 +23,9 @@ IDS = torch.tensor([[5, 9, 33, 12, 7, 41]])
 QUANTIZED = tuple(kind for kind in QUANTIZATIONS if kind != "none")
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("int8", "nf4") else pytest.mark.full) for kind in QUANTIZED]
+)
 def test_memory_is_that_of_the_quantization(wide: Path, kind: str) -> None:
     """Packed weights and their scales: the full weights are neither kept nor mapped."""
     pair = load(wide, "layers:1", quantize=kind)
@@ -54,7 +56,13 @@ def storages() -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [*(("folder", kind) for kind in ("none", *QUANTIZED)), ("gguf", "none"), ("gguf", "int8")]
+    ("form", "kind"),
+    [
+        *(("folder", kind) for kind in ("none", "int8")),
+        ("gguf", "none"),
+        *(pytest.param("folder", kind, marks=pytest.mark.full) for kind in QUANTIZED if kind != "int8"),
+        pytest.param("gguf", "int8", marks=pytest.mark.full),
+    ],
 )
 def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path, kind: str, form: str) -> None:
     path = wide if form == "folder" else write_wide_gguf(tmp_path / "tiny.gguf")
@@ -66,7 +74,7 @@ def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path
     assert grown <= pair.memory * 1.05 + 10_000  # the header of a file, and state of bitsandbytes
 
 
-@pytest.mark.parametrize("drafter", ["layers:1", None])
+@pytest.mark.parametrize("drafter", ["layers:1", pytest.param(None, marks=pytest.mark.full)])
 def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, drafter: str | None) -> None:
     """The figures are those of the living tensors, before and after the engine packs them, and back."""
     load(wide, drafter).engine.use("invariant", 1)  # from now on libraries hold what they never release

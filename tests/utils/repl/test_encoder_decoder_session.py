@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.full), "bart", "marian"])
 def test_a_pair_from_folders_runs_every_strategy_but_chat(
     name: str, folders: dict, view: Screen, tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_pair_from_folders_runs_every_strategy_but_chat(
         file,
         "/beams 2",
         "/drafter on",
-        "/length 20",
+        "/length 12",
         KINDS,
         "/gamma auto",
         "Hello, hello",
