@@ -78,6 +78,7 @@ class RecordedRun:
     accepted: int | None = None
     drafted: int | None = None
     drafter_kind: str | None = None
+    accepted_by_position: tuple[tuple[int, int], ...] | None = None
 
     @property
     def model(self) -> Any:
@@ -158,6 +159,7 @@ def _is_list(is_valid: Callable[[Any], bool], values: Any) -> bool:
 
 _are_numbers = partial(_is_list, lambda value: value is None or _is_number(value))
 _are_tables = partial(_is_list, _is_table)
+_are_pairs = partial(_is_list, lambda pair: _is_list(_is_count, pair) and len(pair) == 2 and pair[0] <= pair[1])
 
 
 def _is_conversation(messages: Any) -> bool:
@@ -181,6 +183,7 @@ def _run(row: Record, line: int) -> RecordedRun:
     server = _field(row, SERVER, _is_table, optional=True)
     circumstances = {part: _field(row, part, _is_table, optional=True) or {} for part in CIRCUMSTANCES}
     ids = _field(row, "token_ids", partial(_is_list, _is_count), optional=True)
+    positions = _field(row, "accepted_by_position", _are_pairs, optional=True)
     speeds, speedups = (
         tuple(float(value) for value in _field(row, name, _are_numbers) if value and value >= LEAST_SPEED)
         for name in ("tokens_per_second", "speedups")
@@ -199,6 +202,7 @@ def _run(row: Record, line: int) -> RecordedRun:
         text=_field(row, "text", _is_text, optional=True),
         tokens=None if ids is None else tuple(ids),
         drafter_kind=_field(row, "drafter_kind", _is_text, optional=True),
+        accepted_by_position=None if positions is None else tuple((pair[0], pair[1]) for pair in positions),
         **{name: _field(row, name, _is_count, optional=True) for name in ("prompt_tokens", "accepted", "drafted")},
     )
 
