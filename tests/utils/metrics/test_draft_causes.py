@@ -155,4 +155,4 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
     else:
         for place in range(gamma):
             rates = [totals[side, place, 0] / totals[side, place, 1] for side in range(2)]
-            assert abs(rates[0] - rates[1]) < 4 * variance[place] ** 0.5 / totals[1, place, 1]
+            assert abs(rates[0] - rates[1]) <= 4 * variance[place] ** 0.5 / totals[1, place, 1]
