@@ -3,7 +3,8 @@
 While its drafts match, a drafter reads the target's own text. So its drafts after each prefix of that text can be
 obtained by leading it through: one round per token, nothing accepted. The draft-verify loop then runs over the
 recorded drafts, verified by the text instead of the target. Rounds and acceptance are those of real runs if the text
-does not depend on the drafts (greedy, `coupled`); otherwise they are an estimate.
+does not depend on the drafts (greedy, `coupled`); otherwise they are an estimate. For texts that others have generated
+with drafts, `expected_counts` has the acceptance that these drafts should have had.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,9 @@ from torch import Tensor
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Draft, Drafter, Verified, matching_prefix
-from utils.decode.noise import Noise
+from utils.decode.noise import Domain, Noise
 from utils.decode.steps import Step
-from utils.logits_processor import GreedyProcessor
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 
 NOT_A_TOKEN = -1
@@ -152,3 +153,70 @@ def replay(
     steps = speculative_steps(text.prompt, timed, TextSession(text), greedy, gamma=gamma, rule=rule)
     rounds = [(step, watch.read(0)) for step in steps]
     return [step for step, _ in rounds], [timing for _, timing in rounds]
+
+
+@dataclass(frozen=True, slots=True)
+class TextNoise(Noise):
+    """Noise with which a drafter draws the tokens of a text, so that all of its drafts are teacher-forced."""
+
+    tokens: tuple[int, ...] = ()
+
+    def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
+        token = self.tokens[min(position, len(self.tokens) - 1)]
+        return token if token < len(weights) else int(weights.argmax())  # q does not reach beyond its vocabulary
+
+
+def expected_counts(
+    text: FinishedText, drafter: Drafter, temperature: float, count: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The expected (accepted, verified) of each draft position if `count` drafts a round led to this text: for drafts
+    drawn from q, and for drafts of the highest q.
+
+    `drafter` must draw with TextNoise of the text. The target has sampled the text at the temperature, or greedily at
+    0. Given the text, a draft that is token y of it was accepted with probability min(1, q(y) / p(y)), so no random
+    draft is needed. The first token comes from the prefill and is not drafted.
+    """
+    size, target, context = len(text.tokens), TextSession(text), list(text.context)
+    chances = [[0.0] * (size + count + 1) for _ in range(2)]  # of a round that begins at each token, by kind of drafts
+    chances[0][1] = chances[1][1] = 1.0
+    totals = [[[0.0, 0.0] for _ in range(count)] for _ in range(2)]
+    drafter.begin(text.prompt, list(context))
+    for place, token in enumerate(text.tokens):
+        start = len(context)
+        if place and (chances[0][place] or chances[1][place]):
+            draft = drafter.propose(context, min(count, size - place - 1))  # as the loop: none for the last token
+            rates = _chances(text, draft, place, temperature)
+            for kind in range(2):
+                _follow(rates[kind], chances[kind], totals[kind], place)
+        logits = target.feed(context, keep=1)
+        context = [*context, token]
+        target.rewind(start)
+        drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
+    drawn, likeliest = ([(accepted, verified) for accepted, verified in kind] for kind in totals)
+    return drawn, likeliest
+
+
+def _chances(text: FinishedText, draft: Draft, place: int, temperature: float) -> tuple[list[float], list[float]]:
+    """The probability that each draft is accepted after those before it, drawn from q or of the highest q."""
+    drawn, likeliest = list[float](), list[float]()
+    for row, token in zip(() if draft.probs is None else draft.probs, text.tokens[place:], strict=False):
+        is_top = float(int(row.argmax()) == token)
+        likeliest.append(is_top)
+        if not temperature:
+            drawn.append(is_top)
+            continue
+        p = float(MultinomialProcessor(temperature)(text.logits[place + len(drawn)][None])[0, token])
+        q = float(row[token])
+        drawn.append(min(1.0, q / p) if p else float(q > 0))
+    return drawn, likeliest
+
+
+def _follow(rates: list[float], chances: list[float], totals: list[list[float]], place: int) -> None:
+    """Add a round that begins at `place` to the totals, and its ends to the beginnings of the next round."""
+    reached = chances[place]
+    for index, rate in enumerate(rates):
+        totals[index][0] += reached * rate
+        totals[index][1] += reached
+        chances[place + index + 1] += reached * (1 - rate)
+        reached *= rate
+    chances[place + len(rates) + 1] += reached

@@ -39,7 +39,8 @@ class Loopback:
     stops_after: the model's end token comes after so many tokens, unless the request says ignore_eos. texts: the texts
     of the first tokens, instead of " w17". slots: requests that are computed at the same time; others wait.
     pages: further addresses such as /metrics, or other answers of /health and /v1/models; a page or a function of no
-    arguments. extras: fields that are added to the last event, or to the whole answer, such as `timings`. certificate:
+    arguments. posted: further addresses such as /tokenize, as functions of the parsed body.
+    extras: fields that are added to the last event, or to the whole answer, such as `timings`. certificate:
     a file with a certificate and its key, for https.
     """
 
@@ -50,6 +51,7 @@ class Loopback:
     texts: Sequence[str] = ()
     slots: int = 64
     pages: dict[str, Page | Callable[[], Page]] = field(default_factory=dict)
+    posted: dict[str, Callable[[Any], Page]] = field(default_factory=dict)
     extras: Callable[[Received, Answer], dict[str, Any]] = lambda request, answer: {}
     certificate: str | None = None
     log: list[Received] = field(default_factory=list)
@@ -172,6 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._page((401, "application/json", error(401, "Invalid API key.")))
         elif owner.faults.status is not None:
             self._page((owner.faults.status, "application/json", error(owner.faults.status, owner.faults.message)))
+        elif self.path in owner.posted:
+            self._page(owner.posted[self.path](request.body))
         elif self.path not in ("/v1/completions", "/v1/chat/completions") or request.body is None:
             self._page((404, "application/json", error(404, f"no such address: {self.path}")))
         elif request.body.get("model", owner.model) != owner.model:

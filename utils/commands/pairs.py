@@ -1,18 +1,39 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from math import inf
 
+from utils.commands.experiments.speed_model import expected_drafts, read_text
+from utils.commands.servers.server_doctor import TABLE as CAUSES
+from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
 from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.config.settings import Settings
+from utils.decode.model_info import context_length
 from utils.errors import UserError
+from utils.metrics.draft_causes import (
+    GREEDY,
+    LONG,
+    SAMPLED,
+    TEMPLATE,
+    Cause,
+    Contrast,
+    Counts,
+    Probe,
+    contrasts,
+    diagnose,
+    rate,
+)
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import (
     DEPTH,
+    LITTLE,
     OWN_PROMPT,
     TEXT_TOKENS,
     Examination,
@@ -26,11 +47,14 @@ from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, PairSpec, parse_r
 
 LIST, DOCTOR = "list", "doctor"
 LIST_MEANING = "the pairs that can be loaded by name"
-DOCTOR_MEANING = "whether a drafter that reads hidden states reads the right ones"
+DOCTOR_MEANING = "whether a drafter is read rightly, and on which texts its drafts fail"
 NOT_TRIED = (
     "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
     "checked on random weights."
 )
+CAUSE_TOKENS, LONG_TOKENS = 24, 512  # new tokens of each text, and tokens of a long prompt
+LEAST = "Expected is at least 0.15 for the first draft, half of the draft before it, and half of that in greedy texts."
+NO_DRAFTS = "The drafter made no drafts on any text."
 CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
@@ -59,14 +83,25 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
 
 
 def _doctor(context: CommandContext) -> Outcome:
-    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
+    """The readings of a drafter that reads hidden states, and then the causes of rejections of any drafter."""
     harness, settings, name = context.harness, context.settings, context.harness.pair.drafter_name
     drafter = harness.pair.drafter
-    if not isinstance(drafter, FeatureDrafter):
-        raise UserError(
-            "/pair doctor examines drafters that read hidden states of the target, such as EAGLE-3 heads: "
-            f"{name or 'this pair'} is not one."
+    if drafter is None or harness.pair.drafter_tokenizer is not None:
+        raise UserError("/pair doctor examines a drafter with the target's tokenizer, and none is loaded.")
+    causes = LocalCauses(harness, settings)
+    title = f"/pair doctor: {name}"
+    reports = [
+        Report(
+            *("drafter doctor", OWN_PROMPT, settings, CAUSES.headings, causes.events(), causes.conclusion), title=title
         )
+    ]
+    if isinstance(drafter, FeatureDrafter):
+        reports.insert(0, _readings(harness, settings, drafter, title))
+    return [RunReport(report) for report in reports]
+
+
+def _readings(harness: Harness, settings: Settings, drafter: FeatureDrafter, title: str) -> Report:
+    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
     done: list[Examination] = []
     events = _examined(harness, settings, drafter, done)
 
@@ -74,11 +109,67 @@ def _doctor(context: CommandContext) -> Outcome:
         # Empty if it was interrupted.
         return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
 
-    return [
-        RunReport(
-            Report("doctor", OWN_PROMPT, settings, TABLE.headings, events, conclusion, title=f"/pair doctor: {name}")
-        )
-    ]
+    return Report("doctor", OWN_PROMPT, settings, TABLE.headings, events, conclusion, title=title)
+
+
+@dataclass(slots=True)
+class LocalCauses:
+    """The causes of /server doctor for the loaded pair. What is expected comes from its own simpler texts."""
+
+    harness: Harness
+    settings: Settings
+    probes: list[Probe] = field(default_factory=list)
+    found: list[Contrast] = field(default_factory=list)
+
+    def events(self) -> Iterator[ReportEvent]:
+        pair, chat = self.harness.pair, self.settings.uses_chat
+        prompts = [prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured]
+        count = partial(self._size, settings=self.settings)
+        size = min(LONG_TOKENS, (context_length(pair.target) or LONG_TOKENS) // 2)
+        kinds = {GREEDY: prompts, SAMPLED: prompts, LONG: long_prompts(prompts, size, count)}
+        if chat:
+            kinds[TEMPLATE] = prompts
+        for kind, texts in kinds.items():
+            settings = replace(self.settings, chat=False) if kind == TEMPLATE else self.settings
+            measured, countdown = list[Counts](), Countdown()
+            for place, text in enumerate(texts):
+                yield from countdown.at(place / len(texts), f"{kind} texts: {place} of {len(texts)}")
+                if self._size(text, settings) + 2 * CAUSE_TOKENS < (context_length(pair.target) or inf):
+                    measured.append(self._counts(kind, text, settings))
+            if measured:
+                self.probes.append(Probe(kind, measured, self._expected(kind, measured)))
+        self.found = contrasts(self.probes)
+        yield from (CAUSES.finding(row_of(one)) for one in self.found)
+
+    def _size(self, text: str, settings: Settings) -> int:
+        return len(self.harness.prompt_ids(text, settings))
+
+    def _counts(self, kind: str, text: str, settings: Settings) -> Counts:
+        """The drafts along the target's own answer."""
+        pair, prompt = self.harness.pair, self.harness.prompt_ids(text, settings)
+        temperature = (settings.processor.effective_temperature or 1.0) if kind == SAMPLED else 0.0
+        answer = own_text(pair.target, prompt, CAUSE_TOKENS, lambda line: None, temperature=temperature)
+        job = self.harness.job(prompt, settings)
+        read = read_text(job, answer[len(prompt) :], pair.feature_layers)
+        return expected_drafts(job, read, temperature, settings.max_drafts)[0]
+
+    def _expected(self, kind: str, measured: Sequence[Counts]) -> list[Counts]:
+        """The least that is expected: LITTLE of the first drafts, and otherwise half of the draft before it, or half of
+        what is accepted in greedy texts.
+        """
+        if kind == GREEDY:
+            rates = [2 * LITTLE, *(rate(measured, place) or 0.0 for place in range(self.settings.max_drafts))]
+            return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
+        simple = [rate(self.probes[0].measured, place) or 0.0 for place in range(self.settings.max_drafts)]
+        return [[(simple[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
+
+    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+        if not self.found:
+            return [] if not self.probes else [NO_DRAFTS]
+        cause, shown = diagnose(self.probes, self.found)
+        if cause is Cause.UNCLEAR or shown is None:
+            return [unclear(shown, len(self.probes[0].measured)), checked(self.found)]
+        return [sentence(cause, shown), LEAST, checked(self.found)]
 
 
 def _examined(

@@ -5,6 +5,7 @@ A new subcommand is one row of the table.
 
 from collections.abc import Callable, Mapping
 
+from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start
 from utils.commands.servers.server_text import text
@@ -67,6 +68,11 @@ SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, s
         text,
         "text NAME [FILE] [repeats=3] [concurrency=4] [limit=4]",
         "is its greedy text that of its baseline?",
+    ),
+    "doctor": (
+        doctor,
+        "doctor NAME [FILE] [expect=FILE] [prompts=12] [length=64] [long=1024] [draft=N]",
+        "does it accept as many drafts as it should, and if not, why?",
     ),
     "start": (
         start,

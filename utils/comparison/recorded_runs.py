@@ -135,6 +135,9 @@ def _is_list(is_valid: Callable[[Any], bool], values: Any) -> bool:
     return isinstance(values, list) and all(map(is_valid, values))
 
 
+_are_pairs = partial(_is_list, lambda pair: _is_list(_is_count, pair) and len(pair) == 2 and pair[0] <= pair[1])
+
+
 def _is_conversation(messages: Any) -> bool:
     """Whether the messages alternate between user and assistant."""
     if not _is_list(lambda message: _is_table(message) and _is_text(message.get("content")), messages):
@@ -153,6 +156,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # missing or null is valid
     **dict.fromkeys(("tokens_per_second", "speedup_vs_baseline"), _is_number),
     **dict.fromkeys(("prompt_tokens", "accepted", "drafted"), _is_count),
     "token_ids": partial(_is_list, _is_count),
+    "accepted_by_position": _are_pairs,
     "history": _is_conversation,
 }
 

@@ -23,6 +23,7 @@ from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.engine.stored_results import EntryFile
 from utils.errors import UserError
+from utils.logits_processor import MultinomialProcessor
 from utils.models import Reporter
 from utils.models.feature_drafter import Conventions, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
@@ -117,11 +118,15 @@ class Examination:
         )
 
 
-def own_text(target: object, prompt: list[int], count: int, report: Reporter = print) -> list[int]:
-    """The prompt and the target's greedy answer, up to the context length. It does not end at end tokens."""
+def own_text(
+    target: object, prompt: list[int], count: int, report: Reporter = print, *, temperature: float = 0.0
+) -> list[int]:
+    """The prompt and the target's answer, greedy at temperature 0, up to the context length. It does not end at end
+    tokens.
+    """
     if (bound := context_length(target)) is not None:
         count = max(0, min(count, bound - 1 - len(prompt)))
-    decoding, text = Decoding.of(None, count, end_ids=None, seed=0), list(prompt)
+    decoding, text = Decoding.of(MultinomialProcessor(temperature), count, end_ids=None, seed=0), list(prompt)
     for step in autoregressive_steps(prompt, ModelSession(target, rewinds=False), decoding):
         text += step.tokens
         report(f"generating text of the target: {len(text) - len(prompt)}/{count} tokens")

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from sampling import RULES
-from sampling.counterfactual import FinishedText, RecordedDrafter, chain_single_drafts, drafts_along, replay
+from sampling.counterfactual import (
+    FinishedText,
+    RecordedDrafter,
+    TextNoise,
+    chain_single_drafts,
+    drafts_along,
+    expected_counts,
+    replay,
+)
 from utils.bounds import AUTO_GAMMA
 from utils.commands.shared.columns import Row
 from utils.comparison.job import Job
@@ -25,10 +33,13 @@ from utils.decode.drafts import Draft
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.errors import UserError
+from utils.logits_processor import MultinomialProcessor
 from utils.metrics.costs import Costs
+from utils.metrics.draft_causes import Counts
 from utils.metrics.results import Generation, pooled
 from utils.metrics.stopwatch import RoundTiming
-from utils.pairs.drafter_kinds import BuiltDrafter, Replay
+from utils.pairs.drafter_kinds import BuiltDrafter, Replay, drafter_kind
+from utils.pairs.request import LOADED
 
 # Its noise is keyed by position alone, so a draft does not depend on where its round began.
 RULE = RULES["coupled"]
@@ -137,6 +148,17 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     return FinishedText(
         list(job.prompt), context, tokens, logits, session.take_features(), session.name, session.context_length
     )
+
+
+def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int) -> tuple[Counts, Counts]:
+    """The expected counts of the loaded drafter, with `count` drafts a round, if others have generated the text: for
+    drafts drawn from its distribution, and for its likeliest tokens.
+    """
+    inputs = replace(job, settings=replace(job.settings, gamma=count)).drafter_inputs(shares_noise=False)
+    noise, processor = TextNoise(0, tokens=tuple(text.tokens)), MultinomialProcessor(temperature or 1.0)
+    forced = replace(inputs, decoding=replace(inputs.decoding, noise=noise, processor=processor))
+    built = drafter_kind(LOADED).build(forced)
+    return expected_counts(text, built.drafter, temperature, count)
 
 
 def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:

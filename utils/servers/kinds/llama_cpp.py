@@ -47,6 +47,7 @@ class LlamaCppKind(ServerKind):
     generated: ClassVar[str] = GENERATED
     prefix: ClassVar[str] = "llamacpp:"  # of /metrics, which exists only with the option --metrics
     figures: ClassVar[tuple[str, ...]] = ("timings",)
+    setup_page: ClassVar[str] = "/props"
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, Chat):

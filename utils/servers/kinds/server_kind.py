@@ -7,7 +7,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import isfinite
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +22,7 @@ from utils.servers.kinds.completion import (
     ServerRequest,
     believed,
 )
-from utils.text import count_of
+from utils.text import count_of, visible
 
 PASSES, DRAFTED, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
 BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
@@ -33,6 +33,28 @@ SHORT_DRAFTS = "a position counts as verified if the one before it was accepted,
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
 POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
 LONGEST_LINE = 4096  # characters
+# What is told about drafts, and the names of it in pages and start arguments of vLLM, SGLang and llama.cpp.
+SETUP = {
+    "method": (
+        "speculative_config.method",
+        "speculative_algorithm",
+        "speculative.types",
+        "speculative.type",
+        "spec_type",
+    ),
+    "drafter": (
+        *("speculative_config.model", "speculative_draft_model_path", "spec_draft_model", "model_draft"),
+        *("speculative.model", "speculative_config.draft_model_config.model"),
+    ),
+    "drafts a round": (
+        *("num_speculative_tokens", "speculative_num_steps", "speculative.n_max", "spec_draft_n_max"),
+        *("spec_ngram_simple_size_m", "speculative_num_draft_tokens"),
+    ),
+    "choice of drafts": ("draft_sample_method", "speculative_eagle_topk", "speculative.p_min", "spec_draft_p_min"),
+    "verification": ("rejection_sample_method", "acceptance_method"),
+    "quantization": ("model_config.quantization", "quantization", "model_path", "dtype"),
+}
+MOST_FIELDS, LONGEST_FACT = 5000, 80  # of a page, and characters
 
 
 class ServerError(UserError):
@@ -61,7 +83,7 @@ class ServerKind:
     `name` is its name in records, and `owner` that of its models in /v1/models, or empty. `takes_token_ids` is True if
     a prompt can be a list of token ids. `figures` are the names of the fields of events with figures beyond OpenAI's
     protocol. `generated` is the counter of all new tokens, or empty without counters, and `prefix` begins the names of
-    counters.
+    counters. `setup_page` says how the server was started, if it has such a page.
     """
 
     name: ClassVar[str] = "openai"
@@ -70,6 +92,7 @@ class ServerKind:
     figures: ClassVar[tuple[str, ...]] = ()
     generated: ClassVar[str] = ""
     prefix: ClassVar[str] = ""
+    setup_page: ClassVar[str] = ""
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         """The server's own token ids of a text, or of the messages of a chat in the server's template; None if unknown.
@@ -152,6 +175,13 @@ class ServerKind:
             return {}
         return metric_values(page, self.prefix, (*DRAFT_COUNTERS, self.generated))
 
+    def setup(self, server: ServerReader) -> dict[str, str]:
+        """What the server's own page says about drafts, by the names of SETUP. Empty without such a page."""
+        try:
+            return setup_facts(server.get_json(self.setup_page)) if self.setup_page else {}
+        except UserError:  # closed to clients, as in `counters`
+            return {}
+
     def acceptance(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """The drafts of a request, or None if nothing was drafted or known, or if the figures cannot be true."""
         try:
@@ -177,6 +207,23 @@ def tokenized(server: ServerReader, body: Mapping[str, Any]) -> tuple[int, ...] 
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
         return None
     return tuple(ids)
+
+
+def setup_facts(page: Any) -> dict[str, str]:
+    """The values of a page, or of start arguments, by the names of SETUP. Values of other forms are left out."""
+    fields: dict[str, str] = {}
+    waiting: list[tuple[str, Any]] = [("", page)]
+    while waiting and len(fields) < MOST_FIELDS:
+        name, value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += [(f"{name}.{key}", part) for key, part in islice(value.items(), MOST_FIELDS)]
+        elif isinstance(value, str | int | float) and value not in ("", None):
+            fields[name] = visible(str(value))[:LONGEST_FACT]
+    found = {
+        fact: next((value for name in names for key, value in fields.items() if key.endswith(f".{name}")), "")
+        for fact, names in SETUP.items()
+    }
+    return {fact: value for fact, value in found.items() if value}
 
 
 def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, float]:

@@ -40,6 +40,7 @@ class VllmKind(ServerKind):
     generated: ClassVar[str] = GENERATED
     prefix: ClassVar[str] = "vllm:"
     figures: ClassVar[tuple[str, ...]] = ("metrics",)
+    setup_page: ClassVar[str] = "/server_info?config_format=json"  # only with VLLM_SERVER_DEV_MODE=1
 
     def tokens(self, server: ServerReader, text: str | Chat, *, special: bool = False) -> tuple[int, ...] | None:
         if isinstance(text, str):
@@ -121,6 +122,7 @@ class SglangKind(VllmKind):
     owner: ClassVar[str] = "sglang"
     generated: ClassVar[str] = ""
     figures: ClassVar[tuple[str, ...]] = ("sglext",)
+    setup_page: ClassVar[str] = "/server_info"
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
         return super().further_fields(request) | {"return_spec_tokens_details": True}

@@ -1,0 +1,172 @@
+"""A server of vLLM's kind that decodes with this program's own loop on tiny random models, with faults to plant."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from fakes import VOCABULARY, TinyPair, tiny_pair
+from servers.loopback import Loopback, Received
+from servers.loopback_values import Answer
+
+from sampling import RULES, HeadDrafter, ModelDrafter, speculative_steps
+from sampling.drafters.feature_sessions import feature_session
+from utils.decode.decoding import Decoding
+from utils.decode.drafts import Draft, Drafter, Verified
+from utils.decode.model_session import ModelSession
+from utils.decode.steps import Step
+from utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from utils.models.feature_drafter import FeatureDrafter
+
+MODELS = '{"data": [{"id": "tiny", "owned_by": "vllm"}]}'
+
+
+@cache
+def noisy_pair() -> TinyPair:
+    """A target and a copy of it with noise on the weights, whose drafts are often accepted."""
+    pair = tiny_pair(kind="llama", max_position_embeddings=512)
+    source, drafter = pair.target.state_dict(), pair.drafter
+    generator = torch.Generator().manual_seed(3)
+    drafter.load_state_dict(
+        {
+            name: value + 0.05 * value.std(correction=0) * torch.randn(value.shape, generator=generator)
+            for name, value in source.items()
+        }
+    )
+    return pair
+
+
+class WindowSession(ModelSession):
+    """A session of a model that reads only the last tokens of a context."""
+
+    window = 64
+
+    def feed(self, context: list[int], keep: int) -> torch.Tensor:
+        return super().feed(context[-self.window :], keep)
+
+
+@dataclass(frozen=True, slots=True)
+class CliffDrafter:
+    """A drafter whose drafts from position `cliff` on, counted from 0, are token 0."""
+
+    inner: Drafter
+    cliff: int
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self.inner.begin(prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self.inner.propose(context, count)
+        tokens = [*draft.tokens[: self.cliff], *[0] * len(draft.tokens[self.cliff :])]
+        probs = draft.probs
+        if probs is not None:
+            probs = probs.clone()
+            probs[self.cliff :] = 0
+            probs[self.cliff :, 0] = 1
+        return replace(draft, tokens=tokens, probs=probs)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self.inner.commit(context, verified)
+
+
+@dataclass(slots=True)
+class DecodingServer(Loopback):
+    """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
+    "cliff" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come from
+    counters alone. With `template`, chats have a template of their own.
+    """
+
+    pair: Any = None
+    drafter: Any = None
+    fault: str = ""
+    gamma: int = 3
+    others: Callable[[int], int] | None = None
+    template: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+    steps: dict[int, list[Step]] = field(default_factory=dict)
+    busy_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.drafter = self.pair.drafter if self.drafter is None else self.drafter
+        self.pages |= {"/v1/models": (200, "application/json", MODELS), "/metrics": self._metrics}
+        self.posted["/tokenize"] = lambda body: (200, "application/json", json.dumps({"tokens": self._ids(body)}))
+        loopback: Loopback = self
+        loopback.extras = self._figures
+
+    def _ids(self, body: Any) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return list(prompt)
+        tokenizer = self.pair.tokenizer
+        if prompt is not None:
+            return list(tokenizer(prompt, add_special_tokens=body.get("add_special_tokens", True))["input_ids"])
+        if self.template:
+            return list(tokenizer(self.template.format(body["messages"][-1]["content"]))["input_ids"])
+        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        return list(ids)
+
+    def answer(self, body: Any) -> Answer:
+        temperature, seed = body.get("temperature", 1.0), body.get("seed") or 0
+        processor = MultinomialProcessor(temperature) if temperature else GreedyProcessor()
+        decoding = Decoding.of(processor, int(body["max_tokens"]), end_ids=self.pair.end_ids, seed=seed)
+        ids = self._ids(body)
+        with self.busy_lock, torch.no_grad():  # the engine is not made for several threads
+            layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
+            target = ModelSession(self.pair.target, features=layers)
+            gamma = 0 if self.fault == "off" else self.gamma
+            rounds = speculative_steps(
+                *(ids, self._drafter(decoding), target, decoding),
+                gamma=gamma,
+                first_target=True,
+                rule=RULES["rejection"],
+            )
+            made = list(rounds)
+        tokens = [token for step in made for token in step.tokens]
+        answer = Answer(len(ids), tokens, [f" w{token}" for token in tokens], "length")
+        self.steps[id(answer)] = made
+        return answer
+
+    def _drafter(self, decoding: Decoding) -> Drafter:
+        own = replace(decoding, processor=GreedyProcessor()) if self.fault == "greedy drafts" else decoding
+        if isinstance(self.drafter, FeatureDrafter):
+            return HeadDrafter(feature_session(self.drafter), own, VOCABULARY)
+        windowed = self.fault == "window"
+        session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
+        made: Drafter = ModelDrafter(session, own, VOCABULARY)
+        return CliffDrafter(made, 1) if self.fault == "cliff" else made
+
+    def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:
+        steps = self.steps.pop(id(answer))
+        drafting = [step for step in steps if step.drafted]
+        counts = {
+            "num_drafts": len(drafting),
+            "num_draft_tokens": sum(len(step.drafted) for step in drafting),
+            "num_accepted_tokens": sum(step.accepted for step in drafting),
+            **{f"pos/{place}": sum(step.accepted > place for step in drafting) for place in range(self.gamma)},
+            "generated": len(answer.ids) + (self.others(len(self.log)) if self.others else 0),
+        }
+        for name, count in counts.items():
+            self.counters[name] = self.counters.get(name, 0) + count
+        if self.others is not None or self.fault == "off":
+            return {}
+        own = {
+            "num_draft_tokens": counts["num_draft_tokens"],
+            "num_accepted_draft_tokens": counts["num_accepted_tokens"],
+            "num_spec_steps": len(drafting),
+            "per_step_drafted": [len(step.drafted) for step in drafting],
+            "per_step_accepted": [step.accepted for step in drafting],
+        }
+        return {"metrics": {"speculative_decoding": own}}
+
+    def _metrics(self) -> tuple[int, str, str]:
+        lines = [f"vllm:generation_tokens_total {self.counters.get('generated', 0)}"]
+        if self.fault != "off":
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                lines.append(f"vllm:spec_decode_{name}_total {self.counters.get(name, 0)}")
+            for place in range(self.gamma):
+                label = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'
+                lines.append(f"{label} {self.counters.get(f'pos/{place}', 0)}")
+        return 200, "text/plain", "\n".join(lines) + "\n"

@@ -1,0 +1,257 @@
+"""/server doctor: planted faults in a server that decodes with this program's own loop, sound ones, and odd figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from drafter_checkpoints import HIDDEN, layer_keys
+from fakes import VOCABULARY, Screen, TinyPair, records_of, tiny_pair
+from servers.decoding_server import DecodingServer, noisy_pair
+from servers.server_sessions import server_session
+from tiny import tiny_tokenizer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sampling import autoregressive_steps
+from utils.decode.decoding import Decoding
+from utils.decode.features import FeatureReader
+from utils.decode.model_session import ModelSession
+from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
+from utils.drafter_formats.target_parts import DraftHead, share_parts
+from utils.metrics.results import tokens_of
+from utils.models.feature_drafter import Conventions
+from utils.repl.runner import Verdict
+from utils.servers.address import ServerAddress
+from utils.servers.kinds.server_kind import setup_facts
+
+WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
+PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
+LENGTH, RIGHT = 20, Conventions((2, 3, 4))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    return file
+
+
+@pytest.fixture
+def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the screen shows of an examination, and its findings."""
+
+    def run(server: DecodingServer, options: str = "long=0", *lines: str, pair: Any = "own") -> tuple[str, list[Any]]:
+        file = tmp_path / "doctor.jsonl"
+        with server:
+            loaded = server.pair if pair == "own" else pair
+            session = server_session(
+                *(view, ServerAddress("spec", server.url)), monkeypatch=monkeypatch, pair=loaded, records=file
+            )
+            for line in ("/chat off", *lines, f"/server doctor spec {prompts} length={LENGTH} {options}"):
+                verdict = session.handle(line)
+        out, messages = view.take()
+        shown = " ".join(f"{out} {messages}".split())
+        return shown, records_of(file)[-1]["findings"] if verdict is Verdict.DONE else []
+
+    yield run
+
+
+@cache
+def eagle_pair() -> TinyPair:
+    """A target and an EAGLE-3 drafter that has learnt its greedy answers to the prompts."""
+    pair = tiny_pair(kind="llama", drafter=False, num_hidden_layers=6)
+    texts = []
+    for prompt in PROMPTS:
+        ids = pair.tokenizer(prompt)["input_ids"][:24]
+        plan = Decoding.of(None, 44 - len(ids), end_ids=None, seed=0)
+        texts.append([*ids, *tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))])
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {}), head_norms=False)
+        config.vocab_size = VOCABULARY
+        parts = Parts(6, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
+        drafter = Eagle3(config, RIGHT, parts)
+        head = DraftHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), None, VOCABULARY)
+        share_parts(drafter, pair.target.get_input_embeddings(), head, pair.target)
+        drafter.requires_grad_(True)
+        drafter.embed_tokens.requires_grad_(False)
+        _fit(drafter, pair.target, torch.tensor(texts))
+        drafter.requires_grad_(False)
+    pair.drafter, pair.drafter_kind, pair.drafter_name = drafter, "EAGLE-3", "tiny-eagle"
+    return pair
+
+
+def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
+    with torch.no_grad():
+        features = FeatureReader(target, RIGHT.feature_layers)
+        states = torch.stack(
+            [
+                features.features(target(text[None], output_hidden_states=True))[0]
+                if False
+                else features.features(target(text[None], output_hidden_states=True))
+                for text in texts
+            ]
+        )
+    states = states.reshape(len(texts), texts.shape[1], -1)
+    drafter.config._attn_implementation = "sdpa"  # which has gradients
+    positions = torch.arange(texts.shape[1])[None]
+    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
+    for _ in range(120):
+        made = drafter.next_states(drafter.fuse_features(states[:, :-2]), texts[:, 1:-1], positions[:, :-2], None)
+        loss = cross_entropy(drafter.logits(made.flatten(0, 1)), texts[:, 2:].flatten())
+        fed = drafter.feedback(made)[:, :-1]
+        second = drafter.next_states(fed, texts[:, 2:-1], positions[:, 1:-2], None)
+        loss = loss + cross_entropy(drafter.logits(second.flatten(0, 1)), texts[:, 3:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.config._attn_implementation = "row_invariant"
+
+
+def test_a_sound_server_is_called_sound(examined: Any) -> None:
+    shown, findings = examined(DecodingServer(pair=noisy_pair()))
+    assert "Sound: drafts are accepted as expected" in shown and "at most 1%" in shown
+    assert {row["cause"] for row in findings} == {"sound"}
+    greedy = [row for row in findings if row["texts"] == "greedy"]
+    # The replay makes the server's rounds again.
+    assert greedy and all(abs(row["loss"]) < 0.02 for row in greedy)
+    assert {"sampled", "other template"} <= {row["texts"] for row in findings}
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "expected"),
+    [
+        ("off", "long=0", "spec makes no drafts"),
+        ("cliff", "long=0", "at position 2 0.00 instead of"),
+        ("cliff", "long=0", "a cliff"),
+        ("window", "long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
+        ("greedy drafts", "long=0", "the server drafts greedily at a temperature above 0"),
+    ],
+)
+def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
+    pair = noisy_pair()
+    shown, _ = examined(DecodingServer(pair=pair, fault=fault), options, "/processor multinomial 2")
+    assert expected in shown
+
+
+def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
+    pair = eagle_pair()
+    drafter = deepcopy(pair.drafter)
+    drafter.conventions = replace(RIGHT, feature_layers=(3, 4, 5))
+    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter))
+    assert "The first draft is accepted at" in shown and "other hidden states or layers" in shown
+    assert "Explained by layer ids read as outputs of layers, one later" in shown
+    assert pair.drafter.conventions == RIGHT
+
+
+def test_permuted_vocabulary_ids_are_no_reading(examined: Any) -> None:
+    pair = eagle_pair()
+    drafter = deepcopy(pair.drafter)
+    plain = type(drafter).logits
+    drafter.logits = MethodType(lambda self, state: plain(self, state).roll(7, -1), drafter)
+    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter))
+    assert "The first draft is accepted at 0.0" in shown and "other readings of the drafter explains it" in shown
+
+
+def test_a_sound_eagle_server_is_called_sound(examined: Any) -> None:
+    shown, _ = examined(DecodingServer(pair=eagle_pair()))
+    assert "Sound: drafts are accepted as expected" in shown
+
+
+def test_other_clients_make_the_figures_unusable(examined: Any) -> None:
+    server = DecodingServer(pair=noisy_pair(), others=lambda number: 5)
+    shown, findings = examined(server)
+    assert "for 0 of 12 prompts only, because other clients used it meanwhile" in shown and not findings
+    server = DecodingServer(pair=noisy_pair(), others=lambda number: 5 * (number % 7 == 0))
+    shown, findings = examined(server)
+    assert {row["cause"] for row in findings} == {"sound"}
+
+
+def test_a_server_that_reports_nothing_is_not_judged(examined: Any) -> None:
+    server = DecodingServer(pair=noisy_pair(), others=lambda number: 0)
+    server.pages["/metrics"] = (403, "text/plain", "no")
+    assert "spec reports no drafts, so its acceptance is unknown" in examined(server)[0]
+
+
+def test_another_model_is_recognised(examined: Any) -> None:
+    other = tiny_pair(kind="llama", seed=5) if False else noisy_pair()
+    target = tiny_pair(kind="llama", max_position_embeddings=512).drafter
+    pair = TinyPair(**{**vars(other), "target": target})
+    assert "that server has another model" in examined(DecodingServer(pair=pair), pair=other)[0]
+
+
+def test_records_of_another_machine_are_compared(examined: Any, tmp_path: Path) -> None:
+    file = tmp_path / "expected.jsonl"
+    rates = {"good": (300, 400), "bad": (30, 400)}
+    for name, (accepted, drafted) in rates.items():
+        settings = {"processor": "greedy", "length": LENGTH}
+        lines = [
+            {
+                **{"schema": 2, "record": "generation", "prompt": prompt, "strategy": "speculative"},
+                **{"settings": settings, "finish": "length", "tokens_per_second": 9.0},
+                **{"accepted": accepted, "drafted": drafted, "accepted_by_position": [[accepted, drafted]]},
+            }
+            for prompt in PROMPTS
+        ]
+        file.with_suffix(f".{name}").write_text("\n".join(map(json.dumps, lines)))
+    line = f"/length {LENGTH}"
+    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault=""), f"expect={file.with_suffix('.bad')}", line)
+    assert "Sound: drafts are accepted as expected" in shown
+    dead = DecodingServer(pair=noisy_pair(), drafter=tiny_pair(kind="llama", max_position_embeddings=512).drafter)
+    shown, _ = examined(dead, f"expect={file.with_suffix('.good')}", line)
+    assert "The first draft is accepted at" in shown
+    shown, _ = examined(dead, f"expect={file.with_suffix('.good')}", line, "/processor multinomial 1")
+    assert "type /processor greedy first" in shown
+
+
+def test_facts_come_from_pages_and_arguments() -> None:
+    page = {
+        "vllm_config": {
+            "speculative_config": {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "x": [1]},
+            "model_config": {"quantization": "fp8"},
+        }
+    }
+    found = {"method": "eagle3", "drafter": "org/head", "drafts a round": "3", "quantization": "fp8"}
+    assert setup_facts(page) == found
+    assert setup_facts({"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1, "quantization": None}) == {
+        "method": "EAGLE3",
+        "choice of drafts": "1",
+    }
+    assert setup_facts(None) == setup_facts([1]) == setup_facts({"method": {}}) == {}
+    long = setup_facts({"speculative_algorithm": "\x1b[31m" + "x" * 500})
+    assert len(long["method"]) <= 80 and "\x1b" not in long["method"]
+    deep: Any = {}
+    for _ in range(50_000):
+        deep = {"a": deep}
+    assert setup_facts(deep) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/server doctor", "which server?"),
+        ("/server doctor spek", "Did you mean spec"),
+        ("/server doctor spec long=x", "not a whole number"),
+        ("/server doctor spec layers=3", "option"),
+        ("/server doctor spec expect=missing.jsonl", "missing.jsonl"),
+        ("/server doctor spec missing.txt", "missing.txt"),
+        ("/server doctor spec", "there is nothing to compare with"),
+    ],
+)
+def test_bad_input_gets_one_sentence(view: Screen, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+    pair = None if line.endswith("spec") else noisy_pair()
+    with DecodingServer(pair=noisy_pair()) as server:
+        session = server_session(view, ServerAddress("spec", server.url), monkeypatch=monkeypatch, pair=pair)
+        assert session.handle(line) is Verdict.FAILED
+    assert message in view.take()[1]
+    assert tiny_tokenizer is not None

@@ -1,0 +1,538 @@
+"""/server doctor: why does a server accept fewer drafts than its drafter should give?
+
+The server answers prompts greedily, with sampling, after a long context and in its own template. The same target and
+drafter are led through its texts here, so that both see the same tokens, and acceptance by position is compared.
+Without models, the records of another machine are compared instead. The causes are those of /pair doctor.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+from utils.bounds import WholeRange
+from utils.commands.experiments.race_results import with_bounds
+from utils.commands.experiments.speed_model import expected_drafts, read_text
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
+from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.paths import path_in
+from utils.commands.shared.registry import CommandContext
+from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
+from utils.comparison.arms import request_maker
+from utils.comparison.harness import Harness
+from utils.comparison.recorded_runs import RecordedRun, read_records
+from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.config.setting_table import as_json
+from utils.config.settings import Settings
+from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.steps import FinishReason
+from utils.errors import UserError, check_choice
+from utils.metrics.draft_causes import (
+    ALARM,
+    FEWEST,
+    GREEDY,
+    LONG,
+    ODD,
+    SAMPLED,
+    TEMPLATE,
+    Cause,
+    Contrast,
+    Counts,
+    Probe,
+    agrees,
+    contrasts,
+    diagnose,
+    rate,
+)
+from utils.metrics.intervals import SLOWER, Interval, speedup_interval
+from utils.models.feature_drafter import FeatureDrafter
+from utils.pairs.doctor import other_readings
+from utils.prompts.prompt_files import read_prompts, spaced
+from utils.servers.address import parse_numbers, parse_words, split_words, without_key
+from utils.servers.connection import Connection
+from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.server_kind import ServerError, setup_facts
+from utils.servers.processes.programs import NGRAM
+from utils.text import count_of
+
+OPTIONS = {
+    "prompts": (FEWEST, WholeRange(2, 1000)),
+    "length": (64, WholeRange(8, 100_000)),
+    "long": (1024, WholeRange(0, 10_000_000)),
+    "draft": (None, WholeRange(1, 256)),
+}
+ATTEMPTS = 3  # requests of a prompt until its figures belong to this request alone
+WIDE, NARROW = 0.8, 0.05  # shares of the text that a target of the same weights predicts, and that no other one does
+FILLER = "Background, which may be irrelevant:\n{}\n\n{}"
+EXAMPLE = "/server doctor spec"
+NO_HALF = (
+    "there is nothing to compare with: load the server's target and drafter (/load target=... drafter=...), or name "
+    "records of another machine (expect=FILE)."
+)
+NGRAMS = "{} drafts with n-grams of the text, and no model: it has no drafter that could be broken."
+TOKENIZERS = (
+    "the loaded drafter has its own tokenizer, and such drafts cannot be replayed; expect=FILE can compare them."
+)
+UNKNOWN = (
+    "{0} reports no drafts, so its acceptance is unknown: vLLM needs /metrics or --per-request-spec-decode-metrics, "
+    "llama.cpp sends its timings, and other servers say nothing about drafts."
+)
+CROWDED = (
+    "the drafts of {0} could be counted for {1} of {2} prompts only, because other clients used it meanwhile ({3}): "
+    "repeat it on an idle server."
+)
+OTHER_TARGET = (
+    "the loaded target predicts {:.0%} of the text of {}: that server has another model. Load the server's own target."
+)
+OTHER_IDS = "{} sends token ids that the loaded target does not have: load the server's own target."
+NOT_ASKED = "{}: left out, because the server refuses it. {}"
+NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
+OTHER_SETTINGS = "expect={} was measured with another {}: type /{} {} first."
+NO_POSITIONS = "{} has no run with drafts of a single turn: --json FILE records them (accepted_by_position)."
+CHECKED = (
+    "{} over {}. The signs of whole prompts were flipped and the largest loss counted, so that a sound "
+    "drafter gets a cause with a probability of at most {:.0%}. Losses below 0.05 are not counted."
+)
+PLACE = {GREEDY: "", SAMPLED: " when sampling", LONG: " in long contexts", TEMPLATE: " in the server's template"}
+SENTENCES = {  # with `place`, the figures of a Contrast, and `later`, the 1-based position
+    Cause.FIRST: "The first draft is accepted at {measured:.2f}{place}, expected {expected:.2f}: the drafter reads "
+    "other hidden states or layers than it was trained on, its token ids are mapped wrongly, or it fits another one.",
+    Cause.LATER: "Drafts before position {later} are accepted as expected, and at position {later} {measured:.2f} "
+    "instead of {expected:.2f}: {kind}.",
+    Cause.LONG: "Sound in short contexts, but in long ones draft {later} is accepted at {measured:.2f}, expected "
+    "{expected:.2f}: the drafter's positions (RoPE scaling) or its sliding window are wrong, or its context too short.",
+    Cause.GREEDY_DRAFTS: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, and drafts "
+    "drawn from the drafter's distribution would be at {expected:.2f}: as its likeliest tokens would be, so the server "
+    "drafts greedily at a temperature above 0.",
+    Cause.SAMPLED: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, expected "
+    "{expected:.2f}, which greedy drafts do not explain: drafts and text are drawn from other distributions.",
+    Cause.TEMPLATE: "Sound with the prompts of this program, but in the other chat template (or its thinking) draft "
+    "{later} is accepted at {measured:.2f}, expected {expected:.2f}.",
+    Cause.SOUND: "Sound: drafts are accepted as expected at every position (the first at {measured:.2f}, expected "
+    "{expected:.2f}).",
+}
+CLIFF, DECLINE = "a cliff, as of a block or a window that is too small", "as if a wrong state were fed back"
+READING = "Explained by {}: this reading gives {:.2f} on the same texts."
+NOT_A_READING = "None of the {} other readings of the drafter explains it."
+UNCLEAR = "Not distinguishable: {} prompts cannot exclude that half of the acceptance is lost{}. About {} would do."
+SLOW = (
+    "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
+    "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
+)
+TABLE = ResultTable(
+    figure("texts", "texts"),
+    ResultColumn("draft", lambda row: str(row["position"] + 1)),
+    figure("measured", "measured", "{:.3f}"),
+    figure("expected", "expected", "{:.3f}"),
+    ResultColumn("loss, 95 % interval", lambda row: _interval(row)),
+    figure("chance of that", "p", "{:.2g}"),
+)
+
+
+def _interval(row: Row) -> str:
+    return NOTHING if row["measured"] is None else f"{row['loss']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})"
+
+
+def row_of(contrast: Contrast) -> dict[str, Any]:
+    """The figures of a comparison, for its row in the table and in records."""
+    names = ("position", "prompts", "measured", "expected", "loss", "p")
+    bounds = {name: value if contrast.measured is not None else None for name, value in _bounds(contrast).items()}
+    return {"texts": contrast.probe, **{name: getattr(contrast, name) for name in names}, **bounds}
+
+
+def _bounds(contrast: Contrast) -> dict[str, float]:
+    return {"low": max(-1.0, contrast.low), "high": min(1.0, contrast.high)}
+
+
+def sentence(cause: Cause, contrast: Contrast) -> str:
+    """What was found, with the figures that tell it apart."""
+    measured = contrast.measured or 0.0
+    kind = CLIFF if measured < ODD * contrast.expected else DECLINE
+    later, place = contrast.position + 1, PLACE.get(contrast.probe, "")
+    return SENTENCES[cause].format(measured=measured, expected=contrast.expected, later=later, place=place, kind=kind)
+
+
+def checked(found: Sequence[Contrast]) -> str:
+    """How many comparisons were made, and how often they give a false alarm."""
+    prompts = count_of(max(one.prompts for one in found), "prompt")
+    return CHECKED.format(count_of(len(found), "comparison"), prompts, ALARM)
+
+
+def unclear(contrast: Contrast | None, prompts: int) -> str:
+    """What could not be decided."""
+    where = "" if contrast is None else f" at draft {contrast.position + 1} of {contrast.probe} texts"
+    return UNCLEAR.format(prompts, where, max(FEWEST, 2 * prompts) if contrast is None else contrast.needed)
+
+
+def long_prompts(prompts: Sequence[str], tokens: int, count: Callable[[str], int]) -> list[str]:
+    """Each prompt after so many tokens of other prompts. `count` counts the tokens of a text."""
+    made = []
+    for number, prompt in enumerate(prompts):
+        others = " ".join([*prompts[number + 1 :], *prompts[:number]]) or prompt
+        size = max(1, count(others))
+        filler = " ".join([others] * ceil(tokens / size))
+        made.append(FILLER.format(filler[: len(filler) * tokens // (size * ceil(tokens / size))], prompt))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class ServerText:
+    """A server's answer: the ids of its prompt and of its text, and what happened to its drafts."""
+
+    prompt: list[int]
+    tokens: list[int]
+    drafts: ServerAcceptance
+
+    def counts(self, *, by_position: bool) -> Counts:
+        return self.drafts.by_position if by_position else ((self.drafts.accepted, self.drafts.drafted),)
+
+
+@dataclass(slots=True)
+class ServerExamination:
+    """One examination of a server, and what it has found so far.
+
+    `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are the
+    server's answers by the kind of texts and the place of the prompt. `draft` is the number of drafts a round.
+    """
+
+    harness: Harness
+    settings: Settings
+    connection: Connection
+    baseline: Connection | None
+    prompts: Sequence[str]
+    length: int
+    long: int
+    draft: int | None
+    recorded: Mapping[str, RecordedRun]
+    texts: dict[str, dict[int, ServerText]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    speedups: list[float] = field(default_factory=list)
+    forwards: list[float] = field(default_factory=list)
+    is_off: bool = False
+    probes: list[Probe] = field(default_factory=list)
+    found: list[Contrast] = field(default_factory=list)
+    cause: Cause = Cause.UNCLEAR
+    shown: Contrast | None = None
+    reading: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.connection.address.name
+
+    @property
+    def temperature(self) -> float:
+        """That of sampled texts."""
+        return self.settings.processor.effective_temperature or 1.0
+
+    def events(self) -> Iterator[ReportEvent]:
+        """Ask the server, replay its texts, compare."""
+        self.facts = self._setup()
+        if self.facts:
+            yield Note(f"{self.name} runs: {', '.join(f'{name} {value}' for name, value in self.facts.items())}.")
+        for kind, prompts in self._kinds():
+            try:
+                yield from self._ask_all(kind, prompts)
+            except ServerError as error:
+                if kind in (LONG, TEMPLATE) and error.status is not None:
+                    yield Note(NOT_ASKED.format(kind, error))
+                    self.texts.pop(kind, None)
+                    continue
+                raise
+            if self.is_off:
+                self.cause = Cause.OFF
+                yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None, "p": None})
+                return
+        yield from self._compare()
+        yield from (TABLE.finding(row_of(one) | {"cause": self.cause, "facts": self.facts}) for one in self.found)
+
+    def _setup(self) -> dict[str, str]:
+        """What the server says about its drafts, and how it was started if this session did that."""
+        facts = self.connection.kind.setup(self.connection.client)
+        local = self.harness.state.servers.local
+        if self.name in local.names():
+            launch = local.launch_of(self.name)
+            if launch.drafter == NGRAM:
+                raise UserError(NGRAMS.format(self.name))
+            facts = setup_facts(_arguments(local.process_of(self.name).command)) | facts
+            facts.setdefault("method", "none" if not launch.drafts else launch.method or "draft model")
+        return {name: without_key(value, self.connection.address.key) for name, value in facts.items()}
+
+    def _kinds(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """The kinds of texts to ask for, the simplest first, and their prompts."""
+        if self.recorded:
+            yield (GREEDY if self.settings.processor.effective_temperature == 0 else SAMPLED), self.prompts
+            return
+        yield GREEDY, self.prompts
+        pair = self.harness.pair
+        yield SAMPLED, self.prompts
+        bound = context_length(pair.target)
+        tokens = self.long if bound is None else min(self.long, bound - 2 * self.length - 256)
+        tokens = tokens if bound is None else max(tokens, min(self.long, bound // 2))
+        if tokens:
+            yield LONG, long_prompts(self.prompts, tokens, lambda text: len(pair.tokenizer(text)["input_ids"]))
+        kind, client = self.connection.kind, self.connection.client
+        theirs = kind.tokens(client, self._chat(self.prompts[0]), special=True)
+        if theirs is not None and theirs != tuple(self.harness.prompt_ids(self.prompts[0], self.settings)):
+            yield TEMPLATE, self.prompts
+
+    def _chat(self, text: str) -> Chat:
+        system = self.settings.system
+        return Chat(
+            (*([] if system is None else [{"role": "system", "content": system}]), {"role": "user", "content": text})
+        )
+
+    def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
+        """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
+        found, countdown, why = self.texts.setdefault(kind, {}), Countdown(), ""
+        for place, prompt in enumerate(prompts):
+            yield from countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
+            for _ in range(ATTEMPTS):
+                answer = self._ask(self.connection, kind, prompt)
+                drafts = answer.acceptance
+                if drafts is None or drafts.valid:
+                    break
+                why = drafts.note
+            if drafts is None or not drafts.drafted:
+                # A server that counts its own tokens, or sends figures, would have told of drafts.
+                self.is_off = bool(answer.figures) or answer.other_tokens is not None
+                if self.is_off and not found:
+                    return
+                if not self.is_off:
+                    raise UserError(UNKNOWN.format(self.name))
+                self.is_off = False
+            elif drafts.valid:
+                found[place] = self._text(answer, prompt, drafts)
+                if kind == GREEDY:
+                    self._note_speed(answer, prompt, drafts)
+        if len(found) < min(FEWEST, len(prompts)) and why:
+            raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
+
+    def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
+        make = request_maker(self.harness.loaded, prompt, self.settings)
+
+        def request(own: Any, client: Any) -> ServerRequest:
+            made = replace(make(own, client), max_tokens=self.length)
+            if self.recorded:
+                return made
+            made = replace(made, temperature=self.temperature if kind == SAMPLED else 0.0, top_k=0, top_p=1.0)
+            return replace(made, prompt=self._chat(prompt)) if kind == TEMPLATE else made
+
+        answer = connection.ask(request)
+        if answer.finish is FinishReason.INTERRUPTED:
+            raise KeyboardInterrupt
+        return answer
+
+    def _text(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> ServerText:
+        """The answer with its ids, which the local tokenizer makes where the server gives none."""
+        if self.recorded:
+            return ServerText([], [], drafts)
+        request, client, pair = answer.request, self.connection.client, self.harness.pair
+        sent = None if request is None else request.prompt
+        ids = (
+            sent if isinstance(sent, tuple) or sent is None else self.connection.kind.tokens(client, sent, special=True)
+        )
+        prompt_ids = list(ids or self.harness.prompt_ids(prompt, self.settings))
+        tokens = answer.token_ids
+        tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"]) if tokens is None else tokens
+        if max((*prompt_ids, *tokens), default=0) >= vocabulary_size(pair.target):
+            raise UserError(OTHER_IDS.format(self.name))
+        return ServerText(prompt_ids, list(tokens), drafts)
+
+    def _note_speed(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> None:
+        """The speed of a greedy answer beside that of the baseline, which answers the same prompt."""
+        if (
+            self.baseline is None
+            or not answer.decode_tokens_per_second
+            or not drafts.forwards
+            or not answer.token_count
+        ):
+            return
+        other = self._ask(self.baseline, GREEDY, prompt).decode_tokens_per_second
+        if other:
+            self.speedups.append(answer.decode_tokens_per_second / other)
+            self.forwards.append(answer.token_count / drafts.forwards)
+
+    def _compare(self) -> Iterator[ReportEvent]:
+        """Replay the texts, and find the cause."""
+        known = [text for texts in self.texts.values() for text in texts.values()]
+        by_position = all(text.drafts.by_position for text in known)
+        if not by_position:
+            yield Note(
+                f"{self.name} does not count drafts by position: all positions are compared together, as draft 1."
+            )
+        if self.draft is None:
+            self.draft = _drafts_a_round(known)
+        for kind, texts in self.texts.items():
+            if self.recorded:
+                self.probes.append(self._recorded_probe(kind, texts, by_position=by_position))
+                continue
+            expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
+            for done, text in enumerate(texts.values()):
+                yield from countdown.at(done / len(texts), f"replaying {kind} texts: {done} of {len(texts)}")
+                drawn, likeliest = self._replayed(kind, text)
+                expected.append(drawn if by_position else self._together(drawn))
+                greedy.append(likeliest if by_position else self._together(likeliest))
+            measured = [text.counts(by_position=by_position) for text in texts.values()]
+            self.probes.append(Probe(kind, measured, expected, greedy))
+        self.found = contrasts(self.probes)
+        self.cause, self.shown = diagnose(self.probes, self.found)
+        if self.cause in (Cause.FIRST, Cause.LATER) and not self.recorded:
+            yield from self._try_readings(by_position=by_position)
+        elif self.cause is Cause.SOUND and self.speedups and self.speed.verdict == SLOWER:
+            self.cause = Cause.SLOW
+
+    @property
+    def speed(self) -> Interval:
+        return speedup_interval([[ratio] for ratio in self.speedups])
+
+    def _replayed(self, kind: str, text: ServerText) -> tuple[Counts, Counts]:
+        """The expected counts along a text. Raises UserError if the loaded target would not have generated it."""
+        if len(text.tokens) < 2:
+            return (), ()
+        job = self.harness.job(text.prompt, self.settings)
+        read = read_text(job, text.tokens, job.pair.feature_layers)
+        if kind == GREEDY:
+            own = sum(top == token for top, token in zip(read.logits.argmax(-1).tolist(), text.tokens, strict=True))
+            if (share := own / len(text.tokens)) < WIDE:
+                raise UserError(OTHER_TARGET.format(share, self.name))
+        return expected_drafts(job, read, self.temperature if kind == SAMPLED else 0.0, self.draft or 1)
+
+    def _together(self, counts: Counts) -> Counts:
+        """All positions as one: (accepted, drafted)."""
+        return ((sum(accepted for accepted, _ in counts), counts[0][1] * (self.draft or 1)),) if counts else ()
+
+    def _recorded_probe(self, kind: str, texts: Mapping[int, ServerText], *, by_position: bool) -> Probe:
+        rows = [self.recorded[self.prompts[place]].row for place in texts]
+        expected = [
+            (row["accepted_by_position"] or ()) if by_position else ((row["accepted"] or 0, row["drafted"] or 0),)
+            for row in rows
+        ]
+        return Probe(kind, [text.counts(by_position=by_position) for text in texts.values()], expected)
+
+    def _try_readings(self, *, by_position: bool) -> Iterator[ReportEvent]:
+        """Which other reading of the drafter's files gives the measured acceptance on the same texts."""
+        drafter, probe = self.harness.pair.drafter, self.probes[0]
+        if not isinstance(drafter, FeatureDrafter):
+            return
+        own, others, matches = drafter.conventions, other_readings(drafter), dict[str, float]()
+        try:
+            for name, conventions in others.items():
+                yield Progress(f"trying the reading: {name} ...")
+                drafter.conventions = conventions
+                counts = [self._replayed(probe.name, text)[0] for text in self.texts[probe.name].values()]
+                counts = [one if by_position else self._together(one) for one in counts]
+                first = rate(counts, 0) or 0.0
+                if first > NARROW and agrees(probe.measured, counts):
+                    matches[name] = first
+        finally:
+            drafter.conventions = own
+        self.reading = " ".join(READING.format(name, first) for name, first in matches.items())
+        if others and not matches:
+            self.reading = NOT_A_READING.format(len(others))
+
+    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+        """The verdict, the figure that shows it, and how sure it is."""
+        if self.cause is Cause.OFF:
+            return [NO_DRAFTS.format(self.name), *self._flags()]
+        if not findings:
+            return []  # interrupted
+        prompts = len(self.probes[0].measured)
+        if self.cause is Cause.UNCLEAR or self.shown is None:
+            lines = [unclear(self.shown, prompts)]
+        elif self.cause is Cause.SLOW:
+            tokens = sum(self.forwards) / len(self.forwards)
+            ratio = with_bounds({"speedup": self.speed.estimate, "interval": (self.speed.low, self.speed.high)})
+            against = "" if self.baseline is None else self.baseline.address.name
+            lines = [SLOW.format(ratio, against, tokens, tokens / self.speed.estimate)]
+        else:
+            lines = [sentence(self.cause, self.shown)]
+        return [*lines, *([self.reading] if self.reading else []), checked(self.found), *self._flags()]
+
+    def _flags(self) -> list[str]:
+        """The flags of the server program for what was found. This is the place for utils.servers.flags."""
+        return []
+
+
+def _arguments(command: Sequence[str]) -> dict[str, Any]:
+    """The values of a command line by the names of its flags. Values in JSON are parsed."""
+    found: dict[str, Any] = {}
+    for flag, value in pairwise(command):
+        if flag.startswith("--") and not value.startswith("--"):
+            try:
+                found[flag.lstrip("-").replace("-", "_")] = json.loads(value) if value.startswith("{") else value
+            except ValueError:
+                continue
+    return found
+
+
+def _drafts_a_round(texts: Sequence[ServerText]) -> int:
+    """The number of drafts a round, by the server's counts."""
+    longest = max(len(text.drafts.by_position) for text in texts)
+    rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
+    return longest or max(1, round(max(drafted / max(1, count) for drafted, count in rounds)))
+
+
+def doctor(argument: str, context: CommandContext) -> Outcome:
+    words, values = parse_words(split_words(argument), (*OPTIONS, "expect"), most=2)
+    harness, servers = context.harness, context.harness.state.servers
+    if not words:
+        raise UserError(f"which server? For example {EXAMPLE}.")
+    connection = servers.connections[check_choice(words[0], tuple(servers.connections), "server")]
+    numbers = parse_numbers(values, OPTIONS)
+    recorded = _recorded(values["expect"], context.settings) if "expect" in values else {}
+    if not recorded and (harness.loaded is None or harness.pair.drafter is None):
+        raise UserError(NO_HALF)
+    if not recorded and harness.pair.drafter_tokenizer is not None:
+        raise UserError(TOKENIZERS)
+    prompts = _prompts(words[1:], recorded)
+    length, long, count = (int(numbers[name] or 0) for name in ("length", "long", "prompts"))
+    if recorded:
+        length = max(int(run.row["settings"]["length"]) for run in recorded.values())
+    baseline = servers.connections.get(connection.address.baseline or "")
+    examination = ServerExamination(
+        *(harness, context.settings, connection, baseline),
+        prompts=spaced(prompts, count),
+        length=length,
+        long=long,
+        draft=numbers["draft"],
+        recorded=recorded,
+    )
+    report = Report(
+        *("server doctor", examination.prompts[0], context.settings, TABLE.headings),
+        examination.events(),
+        examination.conclusion,
+        title=f"/server doctor {words[0]}, {count_of(len(examination.prompts), 'prompt')}",
+    )
+    return [RunReport(report)]
+
+
+def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:
+    """The prompts of the file, those of the records, or else the built-in ones."""
+    if words:
+        found = tuple(dict.fromkeys(prompt.text for prompt in read_prompts(path_in(words[0], EXAMPLE))))
+        found = tuple(prompt for prompt in found if prompt in recorded or not recorded)
+    else:
+        found = tuple(recorded) or tuple(prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured)
+    if not found:
+        raise UserError(f"{words[0]} has no prompt{' of the records' * bool(recorded)}: write one per line.")
+    return found
+
+
+def _recorded(file: str, settings: Settings) -> dict[str, RecordedRun]:
+    """The runs with drafts of a file by prompt, of one strategy. Raises UserError if they cannot be repeated here."""
+    read = read_records(path_in(file, EXAMPLE)).runs
+    runs = [run for run in read if run.row.get("accepted_by_position") and not run.row.get("history")]
+    if not runs:
+        raise UserError(NO_POSITIONS.format(file))
+    names = sorted(
+        {run.row["strategy"] for run in runs}, key=lambda name: not name.startswith(("speculative", "server"))
+    )
+    found = {run.row["prompt"]: run for run in runs if run.row["strategy"] == names[0]}
+    here = as_json(settings)
+    for run in found.values():
+        for name in ("processor", "length"):
+            if run.row["settings"].get(name) != here[name]:
+                raise UserError(OTHER_SETTINGS.format(file, name, name, run.row["settings"].get(name)))
+    return found
