@@ -38,8 +38,9 @@ def unrolled_attention(
 
     def cut(states: Tensor) -> Tensor:
         """(..., blocks, width, D) of (..., N, D)."""
-        padded: Tensor = pad(states, (0, 0, 0, blocks * width - count))
-        return padded.unflatten(-2, (blocks, width))
+        padded = pad(states, (0, 0, 0, blocks * width - count))
+        parts: Tensor = padded.unflatten(-2, (blocks, width))
+        return parts
 
     def in_reach(states: Tensor) -> Tensor:
         """(B, G, 1, blocks, K, D): the entries of step 0 in a block and in the one before it, if there are several."""
