@@ -60,16 +60,16 @@ def width_dependence(
         widths = EVERY_WIDTH if complete else widths
         # The other layers usually have the same shapes, so most widths are tested on one of them only.
         part = _first_layer(model)
-        failure = _dependence(part, widths, widths[-1], thread_count, report)
+        failure = _dependence(part, widths, widths[-1], thread_count, report=report)
         if failure or part is model:  # it cannot be cut, so all of it was tested
             return failure
     whole_widths, positions = (WIDTHS, POSITIONS) if complete else (START_WIDTHS, START_POSITIONS)
-    return _dependence(model, whole_widths, positions, thread_count, report)
+    return _dependence(model, whole_widths, positions, thread_count, report=report)
 
 
 def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report = unreported) -> str:
     """Like `width_dependence`, of the first layer and the output head at a few widths."""
-    return _dependence(_first_layer(model), LATER_WIDTHS, LATER_WIDTHS[-1], thread_count, report)
+    return _dependence(_first_layer(model), LATER_WIDTHS, LATER_WIDTHS[-1], thread_count, report=report)
 
 
 def _first_layer(model: PreTrainedModel) -> PreTrainedModel:
