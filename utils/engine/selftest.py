@@ -29,7 +29,7 @@ POSITIONS = 12  # tested positions
 WIDTHS = (2, 3, 5, 9, POSITIONS)  # tested verify widths of a whole model
 EVERY_WIDTH = range(2, MAX_WIDTH + 1)
 TILED_WIDTHS = (*range(2, 27), 31, 32, 33, 48, MAX_WIDTH)  # these use every tile of compiled products
-START_POSITIONS, START_WIDTHS = 5, (2, 5)  # of a whole model at its first start
+START_WIDTHS = (2, 5)  # of a whole model at its first start
 LATER_WIDTHS = (2, 3, 5)  # of a slice at later starts
 COMPARED_LAYERS = 2
 LATER_HEAD = 4096  # outputs of the head that are compared at later starts
@@ -60,16 +60,15 @@ def width_dependence(
         widths = EVERY_WIDTH if complete else widths
         # The other layers usually have the same shapes, so most widths are tested on one of them only.
         part = _first_layer(model)
-        failure = _dependence(part, widths, widths[-1], thread_count, report)
+        failure = _dependence(part, widths, thread_count, report)
         if failure or part is model:  # it cannot be cut, so all of it was tested
             return failure
-    whole_widths, positions = (WIDTHS, POSITIONS) if complete else (START_WIDTHS, START_POSITIONS)
-    return _dependence(model, whole_widths, positions, thread_count, report)
+    return _dependence(model, WIDTHS if complete else START_WIDTHS, thread_count, report)
 
 
 def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report = unreported) -> str:
     """Like `width_dependence`, of the first layer and the output head at a few widths."""
-    return _dependence(_first_layer(model), LATER_WIDTHS, LATER_WIDTHS[-1], thread_count, report)
+    return _dependence(_first_layer(model), LATER_WIDTHS, thread_count, report)
 
 
 def _first_layer(model: PreTrainedModel) -> PreTrainedModel:
@@ -80,18 +79,18 @@ def _first_layer(model: PreTrainedModel) -> PreTrainedModel:
         return model
 
 
-def _dependence(part: PreTrainedModel, widths: Sequence[int], positions: int, thread_count: int, report: Report) -> str:
+def _dependence(part: PreTrainedModel, widths: Sequence[int], thread_count: int, report: Report) -> str:
     """Compare the last positions of a sample text, in passes of these widths and in a prefill, with decode steps."""
     torch.set_num_threads(thread_count)
     threads = f"{thread_count} thread{'s' if thread_count > 1 else ''}"
-    context = sample_context(part, PREFIX + positions)
+    context = sample_context(part, PREFIX + widths[-1])
     prefix = min(PREFIX, len(context) // 2)
     session, count = ModelSession(part), len(context) - prefix
     session.feed(context[:prefix], keep=1)
     alone = logits_by_width(session, context, count, 1)  # (positions, V), by decode steps
     for width in (width for width in widths if width <= count):
         report(f"testing the engine: a verify pass of {width} tokens, {threads}")
-        if positions == POSITIONS:  # of a complete test: passes over all positions
+        if widths is WIDTHS:  # of a complete test: passes over all positions
             logits = logits_by_width(session, context, count, width)
         else:
             logits = session.fork().feed(context[: prefix + width], keep=width)

@@ -290,9 +290,9 @@ def failed_figures(error: Exception, row: EngineFigures) -> EngineFigures:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as a reason: its first line."""
+    """Return an error as a reason: its first line, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next(iter(lines), type(error).__name__)[:MAX_REASON]
+    return next(iter(lines), type(error).__name__)[:MAX_REASON].rstrip(".")
 
 
 def _layer_count(model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.kernels import BLOCK_ROWS, BlockedKernel, KnownLayers, compiled_builder
+from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
 from utils.engine.weight_blocks import BlockWeight, round_int4
 from utils.engine.weight_format import EngineWeights
@@ -26,7 +27,7 @@ def eight_bits(weight: Tensor) -> BlockWeight:
 
 def kernels_of(model: nn.Module, weights: EngineWeights) -> dict[str, Any]:
     """The kernels of a model in a format, by the names of their layers."""
-    swap_linears([model], compiled_builder(weights, KnownLayers.of([model])))
+    swap_linears([model], compiled_builder(weights, KnownLayers.of([model])), unreported)
     return {name: part.fused.kernel for name, part in model.named_modules() if hasattr(part, "fused")}
 
 
