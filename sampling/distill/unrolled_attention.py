@@ -38,7 +38,8 @@ def unrolled_attention(
 
     def cut(states: Tensor) -> Tensor:
         """(..., blocks, width, D) of (..., N, D)."""
-        return pad(states, (0, 0, 0, blocks * width - count)).unflatten(-2, (blocks, width))
+        padded: Tensor = pad(states, (0, 0, 0, blocks * width - count))
+        return padded.unflatten(-2, (blocks, width))
 
     def in_reach(states: Tensor) -> Tensor:
         """(B, G, 1, blocks, K, D): the entries of step 0 in a block and in the one before it, if there are several."""
