@@ -81,14 +81,17 @@ def autocast_for(lm_head: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(lm_head.device.type, lm_head.dtype) if short else nullcontext()
 
 
-def measure_acceptance(student: Student, pages: Corpus, lm_head: Tensor, steps: int) -> dict[int, Tensor]:
+def measure_acceptance(
+    student: Student, pages: Corpus, lm_head: Tensor, steps: int, *, tokens: int | None = None
+) -> dict[int, Tensor]:
     """Counts (2, steps, 2) of accepted drafts, see count_acceptance, by the length of the conversations of a page.
 
-    lm_head: the target's output weight (V, H).
+    lm_head: the target's output weight (V, H). tokens: how many of each page, at least one row; None for all.
     """
     counts: dict[int, Tensor] = {}
     for page in map(pages.page, range(len(pages))):
         rows, length = page.tokens.shape
+        rows = rows if tokens is None else min(rows, max(1, tokens // length))
         by_position = counts.setdefault(length, torch.zeros(2, steps, 2, dtype=torch.float64))
         for index in torch.arange(rows).split(max(1, MEASURED_TOKENS // length)):
             with autocast_for(lm_head):

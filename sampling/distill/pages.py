@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -87,24 +86,12 @@ class Corpus:
 
     def __len__(self) -> int:
         """The number of pages; their numbers have no gaps."""
-        count = 0
-        while self._path(count).exists():
-            count += 1
-        return count
-
-    @property
-    def generated_tokens(self) -> int:
-        """The number of tokens in all pages that the target generated; tokens of the template do not count."""
-        total = 0
-        for number in range(len(self)):
-            with safe_open(self._path(number), framework="pt") as file:
-                total += int(file.metadata()["count"])
-        return total
+        return len([*self._folder.glob("page-*.safetensors")])
 
     def add(self, page: TextPage) -> None:
         """Write a page after the last one."""
         with replacing(self._path(len(self))) as file:
-            file.write(save(page.tensors, metadata={"count": str(int(page.generated.sum()))}))
+            file.write(save(page.tensors))
 
     def page(self, number: int) -> TextPage:
         """One page, memory-mapped."""

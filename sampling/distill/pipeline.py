@@ -24,9 +24,16 @@ from sampling.distill.loss import measure_acceptance, rates_of
 from sampling.distill.options import Options, public_settings, save_plan
 from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator
 from sampling.distill.progress import ProgressReporter, Report, TrainingProgress, advice, rate_text, rates_text
-from sampling.distill.students import create_student, load_student, load_target, planned_layers, save_student
-from sampling.distill.trainer import STATE_FILE, Trainer, TrainingData
-from utils.decode.model_info import context_length
+from sampling.distill.students import (
+    create_student,
+    load_student,
+    load_target,
+    planned_layers,
+    save_student,
+    token_counts,
+)
+from sampling.distill.trainer import STATE_FILE, Trainer
+from utils.decode.model_info import context_length, vocabulary_size
 from utils.errors import UserError
 from utils.prompts.chat_template import end_ids
 from utils.prompts.prompt_files import read_prompts
@@ -67,18 +74,19 @@ class Distillation:
         self._report(self._plan_text())
         progress = TrainingProgress.load(work)
         held_out, corpus = Corpus(work / "held-out"), Corpus(work / "pages")
-        reporter = self._reporter("generating held-out pages", 0, len(SHARES) * self._held_out_size)
+        reporter = ProgressReporter(self._report, "generating held-out pages", 0, len(SHARES) * self._held_out_size)
         while len(held_out) < len(SHARES):
             self._add_page(held_out, 0, self._held_out_size, reporter)
         self._generate(corpus, progress)
-        trainer = self._trainer(corpus, held_out)
-        self._train(trainer, progress)
-        save_student(trainer.student, options.out, target, corpus)
+        trainer = self._trainer(corpus)
+        self._train(trainer, held_out, progress)
+        generated = token_counts(corpus, vocabulary_size(target.model))
+        save_student(trainer.student, options.out, target, generated)
         student = load_student(options.out, target)  # the stored weights are rounded
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
-        card = self._card(counts, progress, corpus.generated_tokens, trainer.step)
+        card = self._card(counts, progress, int(generated.sum()), trainer.step)
         (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
             self._report(line)
@@ -87,7 +95,7 @@ class Distillation:
             shutil.rmtree(finished, ignore_errors=True)
 
     def _plan_text(self) -> str:
-        """What will be generated, and in which number format. Only whole pages are generated."""
+        """What will be generated, and in which number format."""
         plan, model = self._plan, self._target.model
         return (
             f"generating {self._pages:,} pages of {plan.page:,} tokens, and {len(SHARES)} held-out pages of "
@@ -103,7 +111,7 @@ class Distillation:
     def _generate(self, corpus: Corpus, progress: TrainingProgress) -> None:
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         page = self._plan.page
-        reporter = self._reporter("generating", len(corpus) * page, self._pages * page)
+        reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)
         # At least one page, however short the time: training needs text.
         while len(corpus) < self._pages and (progress.writing < limit or not len(corpus)):
             started = time.monotonic()
@@ -111,21 +119,19 @@ class Distillation:
             progress.writing += time.monotonic() - started
             progress.save(self._options.work)
 
-    def _trainer(self, corpus: Corpus, held_out: Corpus) -> Trainer:
-        plan = self._plan
-        total = max(1, len(corpus) * (plan.page // plan.batch) * plan.passes)
-        data = TrainingData(corpus, held_out, self._target.lm_head)
-        trainer = Trainer(create_student(self._target, corpus, plan), data, plan, total)
+    def _trainer(self, corpus: Corpus) -> Trainer:
+        student = create_student(self._target, corpus, self._plan)
+        trainer = Trainer(student, corpus, self._target.lm_head, self._plan)
         if (self._options.work / STATE_FILE).is_file():
             trainer.load(self._options.work)
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _train(self, trainer: Trainer, progress: TrainingProgress) -> None:
+    def _train(self, trainer: Trainer, held_out: Corpus, progress: TrainingProgress) -> None:
         step_tokens = self._plan.batch
         earlier = progress.training
         saved = started = time.monotonic()
-        reporter = self._reporter("training", trainer.step * step_tokens, trainer.total * step_tokens)
+        reporter = ProgressReporter(self._report, "training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
             while trainer.step < trainer.total:
                 trainer.train_step()
@@ -138,12 +144,16 @@ class Distillation:
                 if now - saved > CHECKPOINT_SECONDS:
                     saved = now
                     self._save_checkpoint(trainer, progress)
-                    rates = rates_text(trainer.acceptance(EVALUATION_TOKENS))
-                    self._report(f"step {trainer.step} of {trainer.total}, held out: {rates}")
+                    self._evaluate(trainer, held_out)
                 reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
             if trainer.is_consistent:  # otherwise the last checkpoint stays
                 self._save_checkpoint(trainer, progress)
+
+    def _evaluate(self, trainer: Trainer, held_out: Corpus) -> None:
+        lm_head, steps = self._target.lm_head, self._plan.steps
+        counts = measure_acceptance(trainer.student, held_out, lm_head, steps, tokens=EVALUATION_TOKENS)
+        self._report(f"step {trainer.step} of {trainer.total}, held out: {rates_text(rates_of(counts.values()))}")
 
     def _save_checkpoint(self, trainer: Trainer, progress: TrainingProgress) -> None:
         trainer.save(self._options.work)
@@ -154,9 +164,6 @@ class Distillation:
         seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
         steps_left = int(seconds_left / (progress.training / TIMED_STEPS))
         trainer.total = max(TIMED_STEPS, min(trainer.total, TIMED_STEPS + steps_left))
-
-    def _reporter(self, task: str, done: int, total: int) -> ProgressReporter:
-        return ProgressReporter(self._report, task, done, total)
 
     def _card(self, counts: dict[int, Tensor], progress: TrainingProgress, generated: int, steps: int) -> list[str]:
         """The lines of the model card. generated: tokens by the target."""

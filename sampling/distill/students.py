@@ -195,8 +195,7 @@ def load_student(folder: Path, target: Target) -> Student:
     )
 
 
-def save_student(student: Student, folder: Path, target: Target, corpus: Corpus) -> None:
-    """Write the drafter to a folder that `--drafter FOLDER` accepts. corpus: the text that it was trained on."""
-    counts = token_counts(corpus, vocabulary_size(target.model))
+def save_student(student: Student, folder: Path, target: Target, counts: Tensor) -> None:
+    """Write the drafter to a folder that `--drafter FOLDER` accepts. counts (V,): see token_counts."""
     around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
     save_eagle3(folder, student.head, target.model, around)

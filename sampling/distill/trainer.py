@@ -6,7 +6,6 @@ Matrices are trained with Muon (Jordan et al. 2024, in torch.optim), which needs
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,10 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from sampling.distill.loss import autocast_for, count_acceptance, distillation_loss, rates_of
+from sampling.distill.loss import autocast_for, distillation_loss
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
-from sampling.distill.progress import Rates
 from sampling.distill.students import Student
 from utils.errors import UserError
 from utils.files import replacing
@@ -26,20 +24,15 @@ WARM_UP_STEPS = 20
 STATE_FILE = "trainer.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingData:
-    """The training text, pages for evaluation, and the target's output weight (V, H)."""
-
-    pages: Corpus
-    held_out: Corpus
-    lm_head: Tensor
-
-
 class Trainer:
-    """Trains a student for `total` steps, of which `step` are done. `loss` is a running mean."""
+    """Trains a student on pages for `total` steps, of which `step` are done. `loss` is a running mean.
 
-    def __init__(self, student: Student, data: TrainingData, plan: TrainingPlan, total: int) -> None:
-        self.student, self._data, self._plan, self.total = student, data, plan, total
+    lm_head: the target's output weight (V, H).
+    """
+
+    def __init__(self, student: Student, pages: Corpus, lm_head: Tensor, plan: TrainingPlan) -> None:
+        self.student, self._pages, self._lm_head, self._plan = student, pages, lm_head, plan
+        self.total = max(1, len(pages) * (plan.page // plan.batch) * plan.passes)
         self.step, self.loss = 0, float("nan")
         self.is_consistent = True  # False while only some of the weights have made the current step
         weights = list(student.head.parameters())
@@ -50,14 +43,14 @@ class Trainer:
             torch.optim.AdamW(others, lr=plan.rate_rest, weight_decay=0.0, betas=(0.9, 0.95)),
         ]
         self._rates = (plan.rate, plan.rate_rest)
-        self._page_count = len(data.pages)
+        self._page_count = len(pages)
         self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
         """Train on the next batch."""
         page = self._batch()
-        with autocast_for(self._data.lm_head):
-            loss = distillation_loss(self.student, page, self._data.lm_head, self._plan.steps)
+        with autocast_for(self._lm_head):
+            loss = distillation_loss(self.student, page, self._lm_head, self._plan.steps)
         loss.backward()
         # Waits for a GPU to finish, before any weight is changed.
         value = loss.item()
@@ -71,15 +64,6 @@ class Trainer:
         self.step += 1
         self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
         self.is_consistent = True
-
-    def acceptance(self, tokens: int) -> Rates:
-        """The acceptance on the first rows of each held-out page, about `tokens` tokens of it."""
-        counts = torch.zeros(2, self._plan.steps, 2, dtype=torch.float64)
-        for page in map(self._data.held_out.page, range(len(self._data.held_out))):
-            with autocast_for(self._data.lm_head):
-                part = page.rows(slice(max(1, tokens // page.tokens.shape[1])), self._data.lm_head.device)
-                count_acceptance(self.student, part, self._data.lm_head, counts)
-        return rates_of([counts])
 
     def save(self, folder: Path) -> None:
         """Write the weights, the optimizers' states and the step number."""
@@ -127,11 +111,11 @@ class Trainer:
         epoch, place_in_order = divmod(visit, self._page_count)
         page = self._page(_shuffled(self._page_count, plan.seed, epoch)[place_in_order])
         order = torch.tensor(_shuffled(page.tokens.shape[0], plan.seed, visit))
-        return page.rows(order.tensor_split(per_page)[part], self._data.lm_head.device)
+        return page.rows(order.tensor_split(per_page)[part], self._lm_head.device)
 
     def _page(self, number: int) -> TextPage:
         if self._loaded is None or self._loaded[0] != number:
-            self._loaded = number, self._data.pages.page(number)
+            self._loaded = number, self._pages.page(number)
         return self._loaded[1]
 
 

@@ -38,18 +38,16 @@ def unrolled_attention(
 
     def cut(states: Tensor) -> Tensor:
         """(..., blocks, width, D) of (..., N, D)."""
-        padded = pad(states, (0, 0, 0, blocks * width - count))
-        parts: Tensor = padded.unflatten(-2, (blocks, width))
-        return parts
+        padded: Tensor = pad(states, (0, 0, 0, blocks * width - count))
+        return padded.reshape(*padded.shape[:-2], blocks, width, size)
 
     def in_reach(states: Tensor) -> Tensor:
         """(B, G, 1, blocks, K, D): the entries of step 0 in a block and in the one before it, if there are several."""
         own = cut(states[:, :, None, :count])
         return own if blocks == 1 else torch.cat([pad(own, (0, 0, 0, 0, 1, 0))[..., :-1, :, :], own], dim=-2)
 
-    rows = cut(
-        (query * (scaling or size**-0.5)).unflatten(1, (groups, heads // groups))
-    )  # (B, G, H/G, blocks, width, D)
+    query = query * (scaling or size**-0.5)
+    rows = cut(query.unflatten(1, (groups, heads // groups)))  # (B, G, H/G, blocks, width, D)
     keys, values = in_reach(key), in_reach(value)
     allowed = _allowed(blocks, width, window - later, query.device)
     scores = [(rows @ keys.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))]
