@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_head, tiny_llama, tiny_t5
 
 from ngram_assisted import NGramStorage
-from utils.commands.experiments.speed_model import GammaRounds, replay_events
+from utils.comparison.gamma_replay import GammaRounds, replay_events
 from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings

@@ -78,4 +78,4 @@ def test_a_file_of_spec_bench_has_its_table(view: Screen, tmp_path: Path) -> Non
     assert figures["name"] == "Spec-Bench" and figures["speedup"] > 1.5 and figures["mean_accepted_tokens"] is None
     assert found["mt_bench", "server plain"]["speedup"] is None
     shown = view.take()[0]
-    assert re.search(rf"overall +2 +{figures['speedup']:.2f}x +-\n", shown), shown
+    assert re.search(rf"overall +server spec +2 +{figures['speedup']:.2f}x +- +-", shown), shown

@@ -117,14 +117,14 @@ class _Audit:
 
     def _text_events(self, enabled: Sequence[Strategy]) -> Iterator[ReportEvent]:
         """Run the strategies in a random order for each trial."""
-        texts: dict[str, set[tuple[int, ...]]] = {}  # the different texts of each strategy
+        texts: dict[str, set[tuple[int, ...]]] = {strategy.name: set() for strategy in enabled}
         refused: dict[str, str] = {}
         countdown, done = Countdown(), 0
         try:
             while done < self._trials:
                 for strategy in self._random.sample(enabled, len(enabled)):
                     try:
-                        texts.setdefault(strategy.name, set()).add(self._run(strategy))
+                        texts[strategy.name].add(self._run(strategy))
                     except UserError as error:
                         refused[strategy.name] = str(error)
                 done += 1
@@ -190,19 +190,21 @@ class _Audit:
 
     def _versions(self, context: list[int], count: int) -> Iterator[Tensor]:
         """Logits (count, V) of the last tokens: by decode steps, by verify passes of each width up to gamma + 1, by one
-        prefill, with a cached prefix after other drafts were rewound, and without a cache.
+        prefill, without a cache, and with a cached prefix after other drafts were rewound.
         """
         base, known = self._session(), len(context) - count
         if known:
             base.feed(context[:known], keep=1)
         yield from (logits_by_width(base, context, count, width) for width in range(1, count + 1))
-        cached = self._session(cache=True)
-        if known:
-            # Any other tokens serve as drafts: a rewind must remove them completely.
-            cached.feed([*context[:known], *reversed(context[known:])], keep=1)
-            cached.rewind(known)
-        for session in (self._session(), cached, self._session(cache=False)):
+        for session in (self._session(), self._session(cache=False)):
             yield session.feed(context, keep=count)
+        with suppress(UserError):  # the cache of a recurrent model cannot be rewound
+            cached = self._session(cache=True)
+            if known:
+                # Any other tokens serve as drafts: a rewind must remove them completely.
+                cached.feed([*context[:known], *reversed(context[known:])], keep=1)
+                cached.rewind(known)
+            yield cached.feed(context, keep=count)
 
     def _session(self, cache: bool | None = None) -> ModelSession:
         """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""

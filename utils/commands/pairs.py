@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf
 
-from utils.commands.experiments.speed_model import expected_drafts, read_text
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
+from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.config.settings import Settings

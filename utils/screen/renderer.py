@@ -111,7 +111,11 @@ class Renderer:
         if echo:
             self._line(self._out, "> " + text, "bold")
         else:
-            self._kept.append(f"> {visible(text)}\n")
+            self.keep(f"> {text}\n")
+
+    def keep(self, text: str) -> None:
+        """Add a text to the page only."""
+        self._kept.append(visible(text))
 
     def page(self) -> str:
         """Everything that was shown last, as an HTML page in the colours of the screen."""
@@ -119,9 +123,9 @@ class Renderer:
         console.print(Text.from_ansi("".join(self._kept)), soft_wrap=True)
         return console.export_html(code_format=PAGE)
 
-    def stream(self, pieces: Iterable[MarkedPiece]) -> None:
+    def stream(self, pieces: Iterable[MarkedPiece], *, kept: bool = True) -> None:
         """Pieces of growing text, written immediately. Marks become colours, if there are any."""
-        self._write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces))
+        self._out.write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces), kept=kept)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""

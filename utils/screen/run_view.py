@@ -83,7 +83,7 @@ class RunView:
         if not self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
         elif self._pieces and not self._shows_rounds:
-            self._write([])
+            self._write([], kept=self._text is not None)
 
     def reading(self, done: int, total: int) -> None:
         """Show the progress of reading a long prompt."""
@@ -109,7 +109,7 @@ class RunView:
         pieces = [(visible(piece.text), Mark.TEXT)]
         self._pieces += pieces
         if self._in_full:
-            self._renderer.stream(self._lines.add(pieces))
+            self._renderer.stream(self._lines.add(pieces), kept=False)  # they may contain the server's key
         else:
             self._count(f"{count_of(self._characters, 'character')} ...")
 
@@ -130,7 +130,9 @@ class RunView:
         self._prompt.shown.append(run)
 
     def _end_in_full(self, run: Run, rest: Sequence[MarkedPiece]) -> None:
-        self._write(rest)
+        if not run.is_local:
+            self._renderer.keep(run.text)
+        self._write(rest, kept=run.is_local)
         if not plain_text(self._pieces).strip():
             tokens = run.new_tokens
             without = NO_TEXT if tokens is None else f"({count_of(tokens, 'token')} without visible text)"
@@ -162,8 +164,8 @@ class RunView:
         title = [] if self.is_long else [(f"{self.arm.title} ", Mark.NAME)]
         return [*title, (sentence, Mark.NOTE)]
 
-    def _write(self, pieces: Sequence[MarkedPiece]) -> None:
-        self._renderer.stream(merged([*self._lines.add(pieces), *self._lines.end()]))
+    def _write(self, pieces: Sequence[MarkedPiece], *, kept: bool = True) -> None:
+        self._renderer.stream(merged([*self._lines.add(pieces), *self._lines.end()]), kept=kept)
         self._renderer.newline()
 
     def _explain_marks(self, pieces: Sequence[MarkedPiece]) -> None:

@@ -82,10 +82,11 @@ class Writer:
         """The maximum width of a table, in columns."""
         return self.console.width if self.wraps else UNLIMITED
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, *, kept: bool = True) -> None:
         self._progress.clear()
         put(self.console, text)
-        self._kept.append(text)
+        if kept:
+            self._kept.append(text)
 
     def line(self, text: str, style: str = "") -> None:
         """A line, wrapped between words on a terminal only."""

@@ -158,15 +158,15 @@ def test_help_shows_for_what_an_alias_stands() -> None:
         assert [line.split() for line in rest] == [line.split() for line in shown(f"/help {words.split()[0]}")]
 
 
-def test_texts_are_columns_and_reasons(view: Screen) -> None:
+def test_texts_are_rows_and_reasons(view: Screen) -> None:
     session = open_session(view)
     assert session.handle("/texts") is Verdict.FAILED
     for line in ("/length 8", "/drafter on", "Hello"):
         session.handle(line)
     view.take()
     assert session.handle("/texts") is Verdict.DONE
-    columns, reasons = view.take()
-    assert "drafter" in columns.splitlines()[0] and "the same tokens" in reasons
+    texts, reasons = view.take()
+    assert "drafter" in texts and "the same tokens" in reasons
     for line in ("/target off", "Hello"):
         session.handle(line)
     view.take()

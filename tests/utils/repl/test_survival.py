@@ -110,7 +110,7 @@ def test_an_interrupt_while_a_run_is_shown_keeps_its_result(
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
 
-    def stream(pieces: Sequence[MarkedPiece]) -> None:
+    def stream(pieces: Sequence[MarkedPiece], **options: bool) -> None:
         if "= same text" in plain_text(pieces):
             raise KeyboardInterrupt
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.experiments.race_results import with_bounds
-from utils.commands.experiments.speed_model import expected_drafts, read_text
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import CommandContext
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.arms import request_maker
+from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import RecordedRun, read_records
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
