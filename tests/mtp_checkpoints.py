@@ -22,6 +22,8 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -93,6 +95,12 @@ def tiny_qwen(kind: str, seed: int = 0, **overrides: Any) -> Any:
     """A hybrid target, whose last layer has linear attention. Its MTP layer has full attention."""
     model_class, config_class = QWEN[kind]
     return build(model_class, config_class(**DECODER | LINEAR | overrides), seed)
+
+
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    """A target without experts."""
+    own = {"num_hidden_layers": LAYERS, "head_dim": 16, "rope_theta": 5000.0, "initializer_range": 0.3}
+    return build(Qwen3ForCausalLM, Qwen3Config(**DECODER | own | overrides), seed)
 
 
 def tiny_mellum(seed: int = 0, **overrides: Any) -> MellumForCausalLM:

@@ -170,7 +170,7 @@ LAYOUTS = (
             "embed_tokens.": "embed_tokens.",
             "layers.0.": BLOCK,
         },
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
+        ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
     ),
 )
 

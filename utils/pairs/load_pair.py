@@ -259,8 +259,8 @@ def _own_layers(target: Source) -> DrafterCheckpoint:
     """The MTP layers in the files of the target. Raises UserError if they are missing or not readable."""
     if (checkpoint := read_checkpoint(target)) is None:
         raise UserError(
-            f"MTP layers are read from safetensors only, and '{target.name}' has none: name the original checkpoint as "
-            "--target, or use a different --drafter."
+            f"MTP layers are not read from GGUF files and the like, such as '{target.name}': name the original "
+            "checkpoint as --target, or use a different --drafter."
         )
     with explained_errors(target.name):
         return mtp_layers(checkpoint)

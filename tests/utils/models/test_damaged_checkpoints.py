@@ -63,7 +63,7 @@ def become_a_vision_model(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    (truncate_weights, "SafetensorError"),
+    (truncate_weights, "could not be loaded"),
     (pickle_weights, "pickled"),
     (lambda folder: (folder / "model.safetensors").unlink(), ".safetensors"),
     (remove_a_weight, "(model.layers.0.mlp.up_proj.weight"),
@@ -74,7 +74,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (require_remote_code, CAUSES["remote code"].sentence),
     (become_a_vision_model, "ViT"),
     (remove_the_tokenizer, "tokenizer.json"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{"), "JSON"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "could not be loaded"),
 ]
 
 

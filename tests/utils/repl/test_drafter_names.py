@@ -9,7 +9,7 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, eagle3_tensors, speculators_config, write_checkpoint
 from fakes import Screen, open_session, records_of
-from mtp_checkpoints import qwen_layers, tiny_mellum, write_target
+from mtp_checkpoints import qwen_layers, tiny_qwen3, write_target
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
@@ -28,7 +28,7 @@ def eagle3_pair(root: Path) -> Any:
 
 
 def mtp_pair(root: Path) -> Any:
-    target = tiny_mellum(vocab_size=300)
+    target = tiny_qwen3(vocab_size=300)
     return write_target(root / "target", target, qwen_layers(target), tiny_tokenizer()), "mtp"
 
 
