@@ -106,7 +106,8 @@ def test_sampled_text_follows_the_targets_distribution(model, rule, adaptive):
     assert error(model=model, rule=rule, adaptive=adaptive) < ROUNDING
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_processed_distributions_are_followed_too(model, rule):
     assert error(SAMPLERS[2], model=model, rule=rule) < ROUNDING
 

@@ -208,10 +208,10 @@ def test_coupled_acceptance_has_its_closed_form(p_seed: int, q_seed: int) -> Non
 
 @pytest.mark.parametrize("kind", SHALLOW)
 def test_the_library_functions_give_the_same_text_with_cached_models(kind: str) -> None:
-    """Every kind of model meets every processor, and both meet every case."""
+    """Every processor meets two kinds of models."""
     target, drafter, prompt = SHALLOW[kind](seed=0), SHALLOW[kind](seed=1), [5, 9, 13, 9, 5]
     cases = ((1, True, "rejection"), (4, True, "coupled"), (7, False, "block"))
-    for seed, processor in enumerate(PROCESSORS[1:], start=len(kind)):
+    for seed, processor in enumerate(PROCESSORS[1 + len(kind) % 2 :: 2], start=len(kind)):
         gamma, use_cache, rule = cases[seed % 3]
         expected = autoregressive_generate(prompt, target, 12, processor, -1, seed=seed)
         options = {"gamma": gamma, "logits_processor": processor, "max_gen_len": 12, "eos_tokens_id": -1, "seed": seed}

@@ -110,7 +110,7 @@ def test_ngram_assisted_text_is_the_autoregressive_text_for_every_seed(processor
         assert tokens_of(assist(Noise(seed), processor=processor, target=target)) == tokens_of(expected)
 
 
-@pytest.mark.parametrize("size", [9, 7])
+@pytest.mark.parametrize("size", [pytest.param(9, marks=pytest.mark.full), 7])
 def test_cached_runs_with_a_larger_or_smaller_drafter_vocabulary_follow_the_distribution(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,13 @@ SESSIONS = {
 }
 
 
-@pytest.mark.parametrize("lines", SESSIONS.values(), ids=SESSIONS)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(lines, marks=pytest.mark.full if name in ("processors", "storages") else (), id=name)
+        for name, lines in SESSIONS.items()
+    ],
+)
 def test_a_replay_gives_the_same_results(lines: tuple[str, ...], view: Screen, tmp_path: Path) -> None:
     file = recorded(view, tmp_path, "/length 8", *lines, draft_seconds=lambda job: 0.001)
     rows, conclusion = replayed(view, file)

@@ -99,6 +99,7 @@ def test_settings_that_are_in_use_are_not_proposed(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Runs(monkeypatch, helpful)
+    monkeypatch.setattr(measurement, "MOST_PASSES", 1)
     session = session_of(view, tmp_path)
     path = prompts_file(tmp_path, TEXTS)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")

@@ -109,7 +109,7 @@ def test_an_engine_gives_the_same_rounds():
     assert run(pair, gamma=16)[1:] == (steps, expected)
 
 
-@pytest.mark.parametrize("gamma", [2, 5, 9, None])
+@pytest.mark.parametrize("gamma", [2, *(pytest.param(gamma, marks=pytest.mark.full) for gamma in (5, 9)), None])
 def test_replayed_rounds_are_those_of_a_run(gamma):
     pair = perfect_first_drafts()
     job, costs = job_of(pair, gamma=gamma), Costs((0.05, 0.1, 0.2, 0.3), (("model", 0.02),))

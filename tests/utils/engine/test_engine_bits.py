@@ -70,7 +70,9 @@ def test_a_lean_forward_that_differs_is_given_up(monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(stepwise_logits(model, [7 * index % 96 for index in range(50)]), plain, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if index % 2 else ()) for index, name in enumerate(MODELS)]
+)
 def test_the_logits_are_those_of_the_plain_engine(name: str) -> None:
     torch.set_num_threads(1)
     model, context = MODELS[name](), [7 * index % 96 for index in range(50)]
