@@ -123,7 +123,9 @@ class LocalCauses:
 
     def events(self) -> Iterator[ReportEvent]:
         pair, chat = self.harness.pair, self.settings.uses_chat
-        prompts = [prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured]
+        prompts = [prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured if self._fits(prompt.text)]
+        if not prompts:
+            raise UserError("the built-in prompts are longer than the target's context length.")
         count = partial(self._size, settings=self.settings)
         size = min(LONG_TOKENS, (context_length(pair.target) or LONG_TOKENS) // 2)
         kinds = {GREEDY: prompts, SAMPLED: prompts, LONG: long_prompts(prompts, size, count)}
@@ -134,12 +136,15 @@ class LocalCauses:
             measured, countdown = list[Counts](), Countdown()
             for place, text in enumerate(texts):
                 yield from countdown.at(place / len(texts), f"{kind} texts: {place} of {len(texts)}")
-                if self._size(text, settings) + 2 * CAUSE_TOKENS < (context_length(pair.target) or inf):
-                    measured.append(self._counts(kind, text, settings))
-            if measured:
-                self.probes.append(Probe(kind, measured, self._expected(kind, measured)))
+                # A place without counts keeps the places of the others, because prompts are compared across kinds.
+                measured.append(self._counts(kind, text, settings) if self._fits(text) else ())
+            self.probes.append(Probe(kind, measured, self._expected(kind, measured)))
         self.found = contrasts(self.probes)
         yield from (CAUSES.finding(row_of(one)) for one in self.found)
+
+    def _fits(self, text: str) -> bool:
+        room = context_length(self.harness.pair.target) or inf
+        return self._size(text, self.settings) + 2 * CAUSE_TOKENS < room
 
     def _size(self, text: str, settings: Settings) -> int:
         return len(self.harness.prompt_ids(text, settings))

@@ -1,14 +1,21 @@
 """/pair doctor: a row for each reading, one of which is used, and a verdict."""
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from drafter_checkpoints import VOCABULARY, eagle3_tensors, speculators_config, write_checkpoint
-from fakes import checked, open_session, screen
+from fakes import TinyPair, checked, open_session, screen, tiny_pair
+from servers.decoding_server import noisy_pair
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.commands import pairs
 from utils.pairs.doctor import other_readings
+from utils.prompts.prompt_files import Prompt
 
 
 def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +23,8 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     drafter = write_checkpoint(tmp_path / "drafter", speculators_config({}), eagle3_tensors({}))
     pair = load(target, drafter)
     varied = torch.randint(VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    monkeypatch.setattr(pairs, "own_text", lambda target, prompt, *rest: [*[1] * len(prompt), *varied])
+    monkeypatch.setattr(pairs, "own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied])
+    monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=[Prompt("Hi")] * 2))
     view, file = screen(), tmp_path / "records.jsonl"
     before = pair.drafter.conventions
     checked(open_session(view, pair, records=file), file, "/pair doctor")
@@ -25,7 +33,30 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     assert other_readings(pair.drafter) and pair.drafter.conventions == before
 
 
-def test_drafters_without_hidden_states_are_not_examined() -> None:
+WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        (noisy_pair, "Sound: drafts are accepted as expected at every position"),
+        (partial(tiny_pair, max_position_embeddings=512), "The first draft is accepted at 0.0"),
+    ],
+)
+def test_causes_are_found_for_any_drafter(
+    pair: Callable[[], TinyPair], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(f"{word} has {len(word)} letters") for word in WORDS.split()]
+    monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=prompts))
+    view, file = screen(), tmp_path / "records.jsonl"
+    record = checked(open_session(view, pair(), records=file), file, "/pair doctor")
+    shown = " ".join(view.take()[0].split())
+    assert expected in shown and "at least 0.15 for the first draft" in shown and "at most 1%" in shown
+    assert record["record"] == "drafter doctor"
+    assert {row["texts"] for row in record["findings"]} >= {"greedy", "sampled", "long context", "other template"}
+
+
+def test_without_a_drafter_there_is_nothing_to_examine() -> None:
     view = screen()
-    open_session(view).handle("/pair doctor")
-    assert "is not one" in view.take()[1]
+    open_session(view, tiny_pair(drafter=False)).handle("/pair doctor")
+    assert "none is loaded" in view.take()[1]

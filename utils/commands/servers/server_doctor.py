@@ -64,7 +64,8 @@ OPTIONS = {
     "draft": (None, WholeRange(1, 256)),
 }
 ATTEMPTS = 3  # requests of a prompt until its figures belong to this request alone
-WIDE, NARROW = 0.8, 0.05  # shares of the text that a target of the same weights predicts, and that no other one does
+SAME_TARGET = 0.8  # the share of its greedy text that a target of the same weights predicts, whatever its number format
+LEAST_READING = 0.05  # the first acceptance of a reading that can explain anything
 FILLER = "Background, which may be irrelevant:\n{}\n\n{}"
 EXAMPLE = "/server doctor spec"
 NO_HALF = (
@@ -89,6 +90,8 @@ OTHER_TARGET = (
 OTHER_IDS = "{} sends token ids that the loaded target does not have: load the server's own target."
 NOT_ASKED = "{}: left out, because the server refuses it. {}"
 NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
+NONE_ON = "{} drafts on greedy texts, and makes no drafts on {} texts."
+OFF_ON = {LONG: Cause.LONG, TEMPLATE: Cause.TEMPLATE}
 OTHER_SETTINGS = "expect={} was measured with another {}: type /{} {} first."
 NO_POSITIONS = "{} has no run with drafts of a single turn: --json FILE records them (accepted_by_position)."
 CHECKED = (
@@ -211,6 +214,7 @@ class ServerExamination:
     speedups: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
     is_off: bool = False
+    off_on: str = ""
     probes: list[Probe] = field(default_factory=list)
     found: list[Contrast] = field(default_factory=list)
     cause: Cause = Cause.UNCLEAR
@@ -241,8 +245,9 @@ class ServerExamination:
                     continue
                 raise
             if self.is_off:
-                self.cause = Cause.OFF
-                yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None, "p": None})
+                self.cause, self.off_on = OFF_ON.get(kind, Cause.OFF), kind
+                figures = {"cause": self.cause, "facts": self.facts}
+                yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
                 return
         yield from self._compare()
         yield from (TABLE.finding(row_of(one) | {"cause": self.cause, "facts": self.facts}) for one in self.found)
@@ -268,8 +273,7 @@ class ServerExamination:
         pair = self.harness.pair
         yield SAMPLED, self.prompts
         bound = context_length(pair.target)
-        tokens = self.long if bound is None else min(self.long, bound - 2 * self.length - 256)
-        tokens = tokens if bound is None else max(tokens, min(self.long, bound // 2))
+        tokens = self.long if bound is None else min(self.long, bound // 2)
         if tokens:
             yield LONG, long_prompts(self.prompts, tokens, lambda text: len(pair.tokenizer(text)["input_ids"]))
         kind, client = self.connection.kind, self.connection.client
@@ -295,17 +299,14 @@ class ServerExamination:
                     break
                 why = drafts.note
             if drafts is None or not drafts.drafted:
-                # A server that counts its own tokens, or sends figures, would have told of drafts.
-                self.is_off = bool(answer.figures) or answer.other_tokens is not None
-                if self.is_off and not found:
-                    return
-                if not self.is_off:
+                # A server that counts its tokens, or sends figures, would have told of drafts.
+                if not answer.figures and answer.other_tokens is None:
                     raise UserError(UNKNOWN.format(self.name))
-                self.is_off = False
             elif drafts.valid:
                 found[place] = self._text(answer, prompt, drafts)
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
+        self.is_off = not found and not why
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
 
@@ -395,7 +396,7 @@ class ServerExamination:
         read = read_text(job, text.tokens, job.pair.feature_layers)
         if kind == GREEDY:
             own = sum(top == token for top, token in zip(read.logits.argmax(-1).tolist(), text.tokens, strict=True))
-            if (share := own / len(text.tokens)) < WIDE:
+            if (share := own / len(text.tokens)) < SAME_TARGET:
                 raise UserError(OTHER_TARGET.format(share, self.name))
         return expected_drafts(job, read, self.temperature if kind == SAMPLED else 0.0, self.draft or 1)
 
@@ -424,7 +425,7 @@ class ServerExamination:
                 counts = [self._replayed(probe.name, text)[0] for text in self.texts[probe.name].values()]
                 counts = [one if by_position else self._together(one) for one in counts]
                 first = rate(counts, 0) or 0.0
-                if first > NARROW and agrees(probe.measured, counts):
+                if first > LEAST_READING and agrees(probe.measured, counts):
                     matches[name] = first
         finally:
             drafter.conventions = own
@@ -434,8 +435,9 @@ class ServerExamination:
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         """The verdict, the figure that shows it, and how sure it is."""
-        if self.cause is Cause.OFF:
-            return [NO_DRAFTS.format(self.name), *self._flags()]
+        if self.off_on:
+            missing = NO_DRAFTS if self.cause is Cause.OFF else NONE_ON
+            return [missing.format(self.name, self.off_on), *self._flags()]
         if not findings:
             return []  # interrupted
         prompts = len(self.probes[0].measured)
