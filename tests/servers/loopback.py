@@ -204,18 +204,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Location", faults.redirect)
             self.send_header("Content-Length", "0")
             self.end_headers()
-        elif faults.trickles == "body":
-            self._trickle()
+        elif faults.trickles in ("headers", "body"):
+            self._trickle(faults.trickles)
         elif faults.html:
             self._page((200, "text/html", "<html><body>Welcome to the proxy</body></html>"))
         else:
             return False
         return True
 
-    def _trickle(self) -> None:
+    def _trickle(self, part: str) -> None:
         status = self.server.owner.faults.status or 200
-        head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
-        self.wfile.write(head.encode())
+        head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\nContent-Length: 99999\r\nX-Long: "
+        self.wfile.write((head if part == "headers" else f"{head}no\r\n\r\n").encode())
         while not self.server.owner._stopping.wait(0.02):
             self.wfile.write(b"x")
 

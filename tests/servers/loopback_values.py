@@ -20,7 +20,7 @@ class Faults:
     html: a page instead of an answer. broken_sse: lines that are no server-sent events, and no events.
     error_in_stream: an error object instead of the third event. tokens_per_chunk: tokens in each chunk.
     usage: whether tokens are counted. ids: whether chunks have `token_ids`. wordy: ignores max_tokens and never ends.
-    trickles: the "body" of every page, or the "end" of a stream, a byte at a time for ever. content_type: of
+    trickles: "headers" or "body" of every page, or the "end" of a stream, a byte at a time for ever. content_type: of
     streams.
     """
 

@@ -52,6 +52,7 @@ def test_other_urls_are_refused_without_control_characters_or_passwords(url: str
     ("name", "options"),
     [
         *(("", {}), ("1a", {}), ("a b", {}), ("a\x1b", {}), ("a" * 33, {})),
+        *(("a", {"omit": "a b"}), ("a", {"rename": "a"}), ("a", {"rename": "a:b:c"})),
         *(("a", {"model": ""}), ("a", {"model": "m\n"}), ("a", {"baseline": "a"}), ("a", {"timeout": 0.0})),
     ],
 )

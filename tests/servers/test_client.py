@@ -123,6 +123,7 @@ FAULTS = {
     "a redirect": (Faults(redirect="http://127.0.0.1:1/"), "elsewhere"),
     "a page": (Faults(html=True), "text/html instead of a stream of events"),
     "a text": (Faults(content_type="text/plain"), "with text/plain instead"),
+    "headers that trickle": (Faults(trickles="headers"), "took too long"),
     "an error that trickles": (Faults(status=500, trickles="body"), "500"),
     "no JSON": (Faults(broken_json=True), "JSON"),
     "odd JSON": (Faults(odd_json=True), "completion"),
@@ -226,8 +227,9 @@ def test_lines_end_at_line_feeds_only_and_have_a_bound() -> None:
         list(stream.add(b"data: " + bytes(MAX_LINE), 0.5))
 
 
-def test_a_page_that_trickles_ends(server: Loopback) -> None:
-    server.faults = Faults(trickles="body")
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_a_page_that_trickles_ends(part: str, server: Loopback) -> None:
+    server.faults = Faults(trickles=part)
     client = ServerClient(ServerAddress("spec", server.url, timeout=0.3))
     with client, pytest.raises(ServerError, match="took too long"):
         client.get_text("/metrics")
@@ -281,9 +283,20 @@ def test_only_choice_0_is_read_and_content_types_have_no_case(server: Loopback) 
     assert "content_filter" in refusal(server)
 
 
+def test_fields_are_left_out_and_renamed(server: Loopback) -> None:
+    request = replace(REQUEST, seed=3)
+    complete(server, request, omit="seed,stream_options", rename="max_tokens:max_completion_tokens")
+    sent = server.posts()[-1].body
+    assert sent["max_completion_tokens"] == 6 and not {"seed", "stream_options", "max_tokens"} & set(sent)
+    server.faults = Faults(status=400, message="unknown field seed")
+    assert "omit=FIELD" in refusal(server)
+
+
 def test_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = str(Path(__file__).with_name("certificate.pem"))
     with Loopback(certificate=certificate) as server:
-        assert "SSL_CERT_FILE" in refusal(server)
+        assert "ca=FILE or SSL_CERT_FILE" in refusal(server)
+        assert complete(server, ca=certificate).token_count == 6
         monkeypatch.setenv("SSL_CERT_FILE", certificate)
         assert complete(server).token_count == 6
+        assert "none.pem cannot be read" in refusal(server, ca="none.pem")

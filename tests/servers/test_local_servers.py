@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,24 +114,32 @@ def test_stubborn_servers_and_their_children_end(servers: LocalServers, tmp_path
     before = family()
     started(servers.start("one", launch(tmp_path, "children")))
     begun = family() - before
-    assert len(begun) == 2  # the server and its child
+    assert len(begun) == 3  # the guard, the server and its child
     servers.stop("one")
     assert gone(begun)
 
 
-@pytest.mark.parametrize("ending", ["exit", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_no_server_survives_the_session(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies_first", [False, True])
+@pytest.mark.parametrize("ending", ["exit", "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_no_server_survives_the_session(ending: str, dies_first: bool, tmp_path: Path) -> None:
     program = fake_program(tmp_path, "serve")
     code = SESSION.format(root=str(ROOT), tests=str(ROOT / "tests"), program=program)
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert session.stdin is not None and session.stdout is not None
     url, _, folder = session.stdout.readline().strip().partition(" ")
     begun = set(psutil.Process(session.pid).children(recursive=True))
-    assert is_ready(url) and len(begun) == 1 and Path(folder).is_dir()
+    assert is_ready(url) and len(begun) == 2 and Path(folder).is_dir()
+    if dies_first:
+        server = {process for process in begun if not process.children()}  # not its guard
+        for process in server:
+            process.kill()
+        end = time.monotonic() + 15
+        while not Path(folder, "one.status").exists() and time.monotonic() < end:  # the guard has noticed it
+            time.sleep(0.05)
     if ending == "exit":
         session.stdin.close()
     else:
         os.kill(session.pid, getattr(signal, ending))
     session.wait(30)
     assert gone(begun) and not is_ready(url)
-    assert Path(folder).exists() == (ending in ("SIGTERM", "SIGKILL"))
+    assert not Path(folder).exists()

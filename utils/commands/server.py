@@ -59,7 +59,8 @@ LIST = "list"
 SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, str]] = {
     "add": (
         add,
-        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS]",
+        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
+        "[omit=FIELD] [rename=FIELD:NAME]",
         "a server by its name and address",
     ),
     LIST: (show, "[list]", "the servers of this session"),

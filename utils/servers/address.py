@@ -26,7 +26,11 @@ TIMEOUT = RealRange("timeout", 1, 86_400)  # seconds
 DEFAULT_TIMEOUT = 120.0
 EXAMPLE = "for example http://127.0.0.1:8000"
 ADD_EXAMPLE = "/server add plain http://127.0.0.1:8000"
-OPTIONS = ("model", "key", "baseline", "same", "timeout")  # in typed addresses
+OPTIONS = ("model", "key", "baseline", "same", "timeout", "ca", "omit", "rename")  # in typed addresses
+FIELDS = {
+    "omit": (r"\w+(,\w+)*", "omit=seed"),
+    "rename": (r"\w+:\w+(,\w+:\w+)*", "rename=max_tokens:max_completion_tokens"),
+}
 SECRET = re.compile(r"(?:(?:key|token|secret)\s*=|--\S*(?:key|token|secret)\s)\s*[\"']?([^\s\"']+)", re.IGNORECASE)
 LOOPBACK = "localhost"
 NAMES = ("baseline", "same")  # options that name a server
@@ -44,7 +48,8 @@ class ServerAddress:
     `url` has no slash at its end; a path such as /v1 may be part of it. A `model` of None means the server's only
     model. `key` is the name of the environment variable with the key. `baseline` is the server or strategy to compare
     speed and text with. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of
-    seconds without new content.
+    seconds without new content. `ca` is a file with certificates to trust. `omit` and `rename` change the fields of
+    requests, as in FIELDS.
     """
 
     name: str
@@ -54,6 +59,9 @@ class ServerAddress:
     baseline: str | None = None
     timeout: float = DEFAULT_TIMEOUT
     same: str | None = None
+    ca: str | None = None
+    omit: str | None = None
+    rename: str | None = None
 
     @property
     def root(self) -> str:
@@ -76,6 +84,12 @@ class ServerAddress:
         """Whether a key crosses a network without encryption."""
         return self.key is not None and self.host != LOOPBACK and self.url.startswith("http:")
 
+    def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a request, without those to omit and with the new names of those to rename."""
+        omitted = (self.omit or "").split(",")
+        names = dict(pair.split(":") for pair in (self.rename or "").split(",") if pair)
+        return {names.get(field, field): value for field, value in body.items() if field not in omitted}
+
 
 def server_address(name: str, url: str, **options: Any) -> ServerAddress:
     """A checked address. Raises UserError for an invalid value. Messages never repeat the value of key=."""
@@ -92,6 +106,9 @@ def server_address(name: str, url: str, **options: Any) -> ServerAddress:
         raise UserError("model= needs the name of a model without control characters.")
     if address.baseline == name:
         raise UserError(f"{name} cannot be its own baseline.")
+    for option, (pattern, example) in FIELDS.items():
+        if not re.fullmatch(f"({pattern})?", getattr(address, option) or "", re.ASCII):
+            raise UserError(f"{option}= takes names of fields of a request, for example {example}.")
     TIMEOUT.check(address.timeout)
     return replace(address, url=check_url(url))
 

@@ -6,8 +6,11 @@ are replaced and the key is removed.
 """
 
 import json
+import os
 import re
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -122,7 +125,7 @@ class ServerClient:
         exceptions end the request. Raises ServerError if the answer is not complete.
         """
         url = self._url(kind.path(request))
-        body = kind.body(request, self.model())
+        body = self.address.changed(kind.body(request, self.model()))
         stream = AnswerStream(self.address, kind, request)
         began = time.perf_counter()
         try:
@@ -160,17 +163,19 @@ class ServerClient:
     def _answer(self, url: str, body: Mapping[str, Any] | None, seconds: float) -> Iterator[httpx.Response]:
         """An answer with status 200, whose body is read inside the block. Leaving the block early ends the request.
 
-        `seconds` is the maximum time without a byte. `body` is JSON to send; without it, a page is requested.
+        The headers must be complete after so many seconds. `body` is JSON to send; without it, a page is requested.
         """
         headers = key_headers(self.address.key) | ({} if body is None else {"Content-Type": "application/json"})
-        request = self._http.build_request(
-            "GET" if body is None else "POST",
-            url,
-            content=None if body is None else json.dumps(body),  # in ASCII, so that it can always be sent
-            headers=headers,
-            timeout=httpx.Timeout(seconds, connect=CONNECT_TIMEOUT),
-        )
-        response = self._http.send(request, stream=True)
+        with _deadline(seconds) as trace:
+            request = self._http.build_request(
+                "GET" if body is None else "POST",
+                url,
+                content=None if body is None else json.dumps(body),  # in ASCII, so that it can always be sent
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=CONNECT_TIMEOUT),
+                extensions={"trace": trace},
+            )
+            response = self._http.send(request, stream=True)
         try:
             if response.status_code != 200:
                 raise _status_error(self.address, response.status_code, self._begin(response))
@@ -205,14 +210,51 @@ class ServerClient:
 
 
 def _certificates(address: ServerAddress) -> ssl.SSLContext | bool:
-    """The certificates to trust: those of SSL_CERT_FILE or else the usual ones."""
+    """The certificates to trust: those of SSL_CERT_FILE or else the usual ones, and those of ca=FILE."""
     if not address.url.startswith("https:"):
         return False  # none is needed, and reading them takes time
     try:
-        return httpx.create_ssl_context()
+        context = httpx.create_ssl_context()
+        if address.ca:
+            context.load_verify_locations(os.path.expanduser(address.ca))
     except OSError as error:  # an SSLError is an OSError
-        reason = f"the certificates of SSL_CERT_FILE cannot be read: {os_reason(error)}"
-        raise ServerError(f"The server {address.name}: {reason}.") from error
+        raise ServerError(
+            f"The server {address.name}: the certificates of {address.ca or 'SSL_CERT_FILE'} cannot be read: "
+            f"{os_reason(error)}."
+        ) from error
+    return context
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
+    """Ends the request inside the block after so many seconds, even if bytes arrive. Yields its trace function.
+
+    The timeouts of httpx begin anew with every byte.
+    """
+    streams: list[Any] = []
+    over = threading.Event()
+
+    def trace(event: str, facts: Mapping[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            streams.append(facts["return_value"])
+
+    def end() -> None:
+        over.set()
+        for stream in streams[-1:]:
+            with suppress(OSError):
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield trace
+    except httpx.TransportError as error:
+        if over.is_set():
+            raise httpx.ReadTimeout("the headers are not complete") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 class AnswerStream:
@@ -341,6 +383,8 @@ def _status_error(address: ServerAddress, status: int, message: str) -> ServerEr
     elif status in (401, 403):
         key = f"with the key in {address.key}" if address.key else "without a key (key=VARIABLE names one)"
         hint = f" The request was sent {key}."
+    elif status in (400, 422):
+        hint = " If it refuses a field, omit=FIELD or rename=FIELD:NAME in /server add changes what is sent."
     return ServerError((f"{sentence}: {message}" if message else f"{sentence}.") + hint, status)
 
 
@@ -357,7 +401,7 @@ def _transport_error(address: ServerAddress, error: Exception, received: int | N
         case httpx.TimeoutException():
             text = f"{name} took too long to answer, so the request was ended (timeout=SECONDS sets how long)."
         case httpx.ConnectError() if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            text = f"{name} has a certificate that is not trusted: {reason}. SSL_CERT_FILE can name its own."
+            text = f"{name} has a certificate that is not trusted: {reason}. ca=FILE or SSL_CERT_FILE can name its own."
         case httpx.ConnectError():
             text = f"{name} cannot be reached at {address.url}: {reason}."
         case _ if received is not None:

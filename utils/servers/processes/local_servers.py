@@ -1,14 +1,12 @@
 """The local servers that a session has started. They end with it, and the temporary folder of their logs is removed.
 
-If this program is killed, Linux sends SIGTERM to the servers.
+A guard (`guard.py`) between this program and each server ends the server however this program ends.
 """
 
 import atexit
-import ctypes
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,19 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from utils.errors import UserError
 from utils.models import Count
 from utils.servers.processes.flags import LLAMA, Speculation
+from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import EMBEDDED, HOST, Launch, command_line
 from utils.text import visible
 
 READY_SECONDS = 600.0  # large models take minutes to load
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
-GRACE = 5.0  # seconds for a server to end after SIGTERM
-SET_DEATH_SIGNAL = 1  # of Linux's prctl
-C_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a process is forked
+GUARD = Path(__file__).parent / "guard.py"
 POLL = 0.2  # seconds between two checks whether the server is ready
 COUNT = 1.0  # seconds between two lines of progress
 LAST_LINES, LINE_LENGTH = 5, 200
@@ -55,12 +50,6 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if OUR_VARIABLES.get(name) != value}
 
 
-def _end_with_parent() -> None:
-    """Runs in the server's process before its program starts. Outside of Linux a server may survive this program."""
-    if C_LIBRARY is not None:
-        C_LIBRARY.prctl(SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-
-
 class ServerProcess:
     """A running server. Its output goes to its log file."""
 
@@ -70,20 +59,27 @@ class ServerProcess:
             raise UserError("servers can be started on Linux and macOS only; start it yourself and use /server add.")
         self.name, self.port, self.log = name, port, log
         self.command = tuple(command)
+        self._status = log.with_suffix(".status")  # written when the server has ended on its own
+        self._status.unlink(missing_ok=True)
+        read, self._write = os.pipe()
+        guarded = [sys.executable, "-P", str(GUARD), str(read), str(os.getpid()), str(self._status), *command]
         try:
             with log.open("wb") as output:
                 # A separate session, so that Ctrl-C in the terminal does not reach the server.
-                self._process = subprocess.Popen(
-                    command,
+                self._guard = subprocess.Popen(
+                    guarded,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    pass_fds=(read,),
                     env=environment(),
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
                 )
         except OSError as error:
+            os.close(self._write)
             raise UserError(f"{name} could not be started: {error.strerror}.") from error
+        finally:
+            os.close(read)
 
     @property
     def url(self) -> str:
@@ -91,7 +87,7 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._guard.poll() is None and not self._status.exists()
 
     def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
         """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
@@ -118,19 +114,17 @@ class ServerProcess:
             raise
 
     def stop(self) -> None:
-        """End the server and all processes that it has started."""
-        family: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE)
-        with suppress(ProcessLookupError, PermissionError):  # nothing is left of its session
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for process in family:  # those in sessions of their own
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
+        """End the server and all processes that it has started. Does nothing the second time."""
+        if self._write < 0:
+            return
+        self._guard.terminate()
+        os.close(self._write)
+        self._write = -1
+        try:
+            self._guard.wait(2 * GRACE)
+        except subprocess.TimeoutExpired:  # the guard itself hangs
+            self._guard.kill()
+            self._guard.wait()
 
     def ending(self, *, wait: float = 0.0) -> str:
         """How the server has ended, with the end of its log. It is empty if it still runs after `wait` seconds."""
@@ -139,8 +133,8 @@ class ServerProcess:
             if time.monotonic() >= end:
                 return ""
             time.sleep(POLL)
-        status = self._process.returncode  # as in a shell, a signal is a status above 128
-        return f"{self.name} ended with status {status if status >= 0 else 128 - status}. {self.last_words()}"
+        status = self._status.read_text() if self._status.exists() else self._guard.returncode
+        return f"{self.name} ended with status {status}. {self.last_words()}"
 
     def last_words(self) -> str:
         """The last lines of the log that are not empty, made safe to show, as a sentence."""

@@ -1,0 +1,89 @@
+"""A process between this program and a server that it has started. It ends the server when this program is gone.
+
+`guard.py PIPE PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
+parent is gone, which closes the other end of the pipe. Then it ends the command and all processes that the command has
+started. So not even SIGKILL of the parent leaves a server behind. If the command ends on its own, its exit status is
+written to the file STATUS. The folder of that file is removed if the parent is gone.
+"""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+GRACE = 5.0  # seconds for a server to end after SIGTERM
+EVERY, ATTEMPTS = 0.25, 20  # seconds between two checks of the processes, and attempts to kill those that remain
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
+
+
+def main() -> int:
+    """Guard a command. Returns its exit status."""
+    pipe, parent, status, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(SET_SUBREAPER, 1)  # orphaned processes of the server become children of the guard
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    orphaned = False
+    try:
+        while not orphaned:
+            # The end of the pipe makes it readable. A process that the parent has forked may keep it open.
+            orphaned = bool(select.select([int(pipe)], [], [], EVERY)[0]) or os.getppid() != int(parent)
+            if server.poll() is not None and not os.path.exists(status):
+                end_all(server)
+                Path(f"{status}.new").write_text(str(exit_status(server)))
+                os.replace(f"{status}.new", status)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all(server)
+        if orphaned:  # the parent could not remove its temporary folder
+            shutil.rmtree(Path(status).parent, ignore_errors=True)
+    return exit_status(server)
+
+
+def exit_status(server: "subprocess.Popen[bytes]") -> int:
+    """The status of a server that has ended. As in a shell, a signal is a status above 128."""
+    return server.returncode if server.returncode >= 0 else 128 - server.returncode
+
+
+def end_all(server: "subprocess.Popen[bytes]") -> None:
+    """End the server, and then every process that it left behind."""
+    server.terminate()
+    try:
+        server.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+    for _ in range(ATTEMPTS):  # killing a process may pass its children to the guard
+        if not (children := psutil.Process().children(recursive=True)):
+            break
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=EVERY)
+    server.wait()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _die_with_guard() -> None:
+    """Runs in the server's process before its program starts."""
+    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only. Elsewhere a server may survive SIGKILL of its guard."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
