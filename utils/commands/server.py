@@ -59,7 +59,7 @@ LIST = "list"
 SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, str]] = {
     "add": (
         add,
-        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=SECONDS] [ca=FILE] "
+        "add NAME URL [model=...] [key=VARIABLE] [baseline=NAME] [same=NAME] [timeout=S] [ca=FILE] "
         "[omit=FIELD] [rename=FIELD:NAME]",
         "a server by its name and address",
     ),
@@ -72,7 +72,7 @@ SUBCOMMANDS: Mapping[str, tuple[Callable[[str, CommandContext], Outcome], str, s
     ),
     "doctor": (
         doctor,
-        "doctor NAME [FILE] [expect=FILE] [prompts=12] [length=64] [long=1024] [draft=N]",
+        "doctor NAME [FILE] [expect=FILE] [prompts=12] [long=1024]",
         "does it accept as many drafts as it should, and if not, why?",
     ),
     "start": (

@@ -22,12 +22,11 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     target = save_folder(tmp_path / "target", tiny_llama(num_hidden_layers=6), tiny_tokenizer(VOCABULARY))
     drafter = write_checkpoint(tmp_path / "drafter", speculators_config({}), eagle3_tensors({}))
     pair = load(target, drafter)
-    varied = torch.randint(VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    varied = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     monkeypatch.setattr(pairs, "own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied])
-    monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=[Prompt("Hi")] * 2))
     view, file = screen(), tmp_path / "records.jsonl"
     before = pair.drafter.conventions
-    checked(open_session(view, pair, records=file), file, "/pair doctor")
+    open_session(view, pair, records=file).handle("/pair doctor")  # the tokenizer has more ids than the target
     shown = view.take()[0]
     assert shown.count("layer ids read as") >= 2 and "as it is read now" in shown and "different target" in shown
     assert other_readings(pair.drafter) and pair.drafter.conventions == before
