@@ -118,8 +118,8 @@ def test_the_examples_are_accepted(command, asked: ReplSession, monkeypatch: pyt
     assert typed.startswith(f"> /{command.name}")
     if command.name == "save":
         Path("evening.txt").unlink()
-    harness, registry = asked.harness, asked.commands
-    registry.run(typed.removeprefix("> "), CommandContext(asked.settings, registry, harness, asked.limits))
+    harness, registry = asked.harness, asked._tools.registry
+    registry.run(typed.removeprefix("> "), CommandContext(asked.settings, registry, harness, asked._loaded.limits))
 
 
 @pytest.mark.parametrize("figure", FIGURES)

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from fakes import Screen, open_session, records_of, screen, table_pair
+from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
@@ -59,7 +59,7 @@ def test_what_is_not_named_stays_and_a_new_target_drops_the_drafter(shelf):
 def test_settings_that_no_longer_fit_are_reset(shelf):
     """Layers of the old target, a top-k above the new vocabulary, too long a length, chat without a template."""
     view = screen()
-    session = opened(view)
+    session = open_session(view, tiny_pair(num_hidden_layers=2), load=load_pair)
     for line in (
         "/drafter_kind lookup layers:1",
         "/length 60",

@@ -83,7 +83,7 @@ def test_different_circumstances_are_named_once_each(view: Screen, tmp_path: Pat
 
 def test_settings_that_are_not_supported_here_are_named(view: Screen, tmp_path: Path) -> None:
     def change(row: Row) -> None:
-        row["settings"] |= {"length": 100_000, "wings": 2, "cache": 1, "gamma": "", "verify": None}
+        row["settings"] |= {"length": 100_000, "wings": 2, "gamma": "", "verify": None}
         del row["settings"]["top_k_filler"]
 
     rows, conclusion = replayed(view, edited(recorded(view, tmp_path, "/length 128", "/gamma auto", "Hello"), change))
@@ -91,7 +91,6 @@ def test_settings_that_are_not_supported_here_are_named(view: Screen, tmp_path: 
     for name, *words in (
         ("wings",),
         ("length", "100000", "1 to 256", "128"),
-        ("cache", "'1'", "on"),
         ("gamma", "''", "auto"),
         ("verify", "'None'", "rejection"),
         ("top_k_filler", "3"),
@@ -211,7 +210,7 @@ SESSIONS = {
     ),
     "drafters": (
         "/processor multinomial 0.9",
-        "/drafter_kind loaded suffix chain layers:1 lookup",
+        "/drafter_kind loaded suffix chain lookup",
         "/gamma auto",
         "a b a b",
         "/gamma 3",

@@ -95,8 +95,8 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
     }
     assert record["settings"]["engine"] == "auto"
     assert pair.engine.state.sentence() in view.take()[1]
-    widths = next(row for row in checked(session, file, "/audit 2")["findings"] if row["mode"] == "width")
-    assert widths["largest_logit_difference"] == 0
+    logits = next(row for row in checked(session, file, "/audit 2")["findings"] if row["mode"] == "logits")
+    assert logits["largest_logit_difference"] == 0
     view.take()
     session.handle("/engine")
     assert pair.engine.state.sentence() in view.take()[1]

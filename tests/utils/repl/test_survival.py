@@ -152,7 +152,7 @@ def test_a_reason_that_several_strategies_share_is_given_once(view: Screen) -> N
 
 def test_an_interrupt_while_warming_up_is_raised(view: Screen) -> None:
     with pytest.raises(KeyboardInterrupt):
-        open_session(view, strategies=table_with(interrupting)).warm_up()
+        open_session(view, strategies=table_with(interrupting))._loaded.warm_up()
 
 
 def test_invalid_characters_in_a_prompt_are_replaced(view: Screen, tmp_path: Path) -> None:
