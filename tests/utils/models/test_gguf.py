@@ -36,7 +36,9 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
     unpack = gguf_model._unpack
     monkeypatch.setattr(
-        gguf_model, "_unpack", lambda source, reader, folder, model: (folders.append(folder), unpack(source, reader, folder, model))
+        gguf_model,
+        "_unpack",
+        lambda source, reader, folder, model: (folders.append(folder), unpack(source, reader, folder, model)),
     )
     return folders
 
