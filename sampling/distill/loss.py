@@ -125,10 +125,8 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
         answers = page.answers[row, position]
         # The last feature is the input of the output head, so the target's logits need no forward pass.
         last_hidden = page.features[row, position - 1, -lm_head.shape[1] :].to(lm_head.dtype)
-        states = predictions.states[row, entry].to(lm_head.dtype)
-        matches, overlap = _compare(
-            states, predictions.rows.to(lm_head.dtype), last_hidden, lm_head, student.vocabulary
-        )
+        states, rows = (part.to(lm_head.dtype) for part in (predictions.states[row, entry], predictions.rows))
+        matches, overlap = _compare((states, rows), (last_hidden, lm_head), student.vocabulary)
         greedy, sampled = answers & matching_prefix & (temperatures == 0), answers & (temperatures == 1)
         accepted = (matches & greedy).sum(), overlap[sampled].sum()
         for kind, (summed, counted) in enumerate(zip(accepted, (greedy, sampled), strict=True)):
@@ -136,13 +134,14 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
         matching_prefix = matching_prefix & matches
 
 
-def _compare(
-    states: Tensor, rows: Tensor, last_hidden: Tensor, lm_head: Tensor, vocabulary: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Whether the likeliest tokens match (M,), and the overlap sum_x min(p(x), q(x)) (M,)."""
+def _compare(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], vocabulary: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the likeliest tokens match (M,), and the overlap sum_x min(p(x), q(x)) (M,).
+
+    ours, theirs: states (M, H) and output rows of the student and of the target.
+    """
     matches, overlaps = [], []
-    for ours, theirs in zip(states.split(CHUNK), last_hidden.split(CHUNK), strict=True):
-        logits, target_logits = linear(ours, rows).float(), linear(theirs, lm_head).float()
+    for pair in zip(ours[0].split(CHUNK), theirs[0].split(CHUNK), strict=True):
+        logits, target_logits = (linear(x, rows).float() for x, rows in zip(pair, (ours[1], theirs[1]), strict=True))
         matches.append(vocabulary[logits.argmax(-1)] == target_logits.argmax(-1))
         # p is not renormalised: what the student cannot draft is lost acceptance.
         overlaps.append(torch.minimum(target_logits.softmax(-1)[:, vocabulary], logits.softmax(-1)).sum(-1))

@@ -20,10 +20,10 @@ def unrolled_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    *_: Any,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     """Attend with N entries of step s, (B, H, N, D), to keys and values of steps 0 to s, (B, G, (s + 1) N, D).
 
