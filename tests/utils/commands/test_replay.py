@@ -91,8 +91,8 @@ def test_settings_that_are_not_supported_here_are_named(view: Screen, tmp_path: 
     for name, *words in (
         ("wings",),
         ("length", "100000", "1 to 256", "128"),
-        ("gamma", "''", "auto"),
-        ("verify", "'None'", "rejection"),
+        ("gamma", "auto"),
+        ("verify", "'none'", "rejection"),
         ("top_k_filler", "3"),
     ):
         assert all(word in sentences[f"setting {name}"] for word in words), sentences

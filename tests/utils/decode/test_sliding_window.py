@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import checked, open_session, records_of, screen
-from shelf import load, refusal
+from shelf import load
 from tiny import next_logits, save_folder, tiny_llama, tiny_sliding, tiny_tokenizer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 

@@ -101,7 +101,7 @@ def test_commands_change_the_engine_and_records_name_it(view: Screen, tmp_path: 
     session.handle("/engine")
     assert pair.engine.state.sentence() in view.take()[1]
     assert checked(session, file, "/engine plain", "Hello there")["engine"]["kind"] == "plain"
-    for line in ("/engine fast", "/threads 0", "/threads many"):
+    for line in ("/engine fast", "/threads -1", "/threads many"):
         assert session.handle(line) is Verdict.FAILED
 
 

@@ -19,6 +19,7 @@ from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import CommandContext
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
+from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
 from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
@@ -54,6 +55,7 @@ from utils.servers.address import parse_numbers, parse_words, split_words, witho
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, setup_facts
+from utils.servers.processes.flags import settings_elsewhere
 from utils.servers.processes.programs import NGRAM
 from utils.text import count_of
 
@@ -453,8 +455,12 @@ class ServerExamination:
         return [*lines, *([self.reading] if self.reading else []), checked(self.found), *self._flags()]
 
     def _flags(self) -> list[str]:
-        """The flags of the server program for what was found. This is the place for utils.servers.flags."""
-        return []
+        """The settings of other programs for what the server should run."""
+        started = self.harness.state.servers.local.speculation_of(self.name)
+        if self.recorded:  # there is no pair here
+            return settings_elsewhere(started) if started is not None else []
+        pair = self.harness.pair
+        return settings_elsewhere(speculation(pair, self.settings, self.draft or 1, kind=pair.drafter_kind))
 
 
 def _arguments(command: Sequence[str]) -> dict[str, Any]:

@@ -341,16 +341,24 @@ class DrafterSelection:
     def _speculation(self, drafts: int) -> Speculation:
         """The chosen candidate in the words of other programs."""
         pair, chosen = self.harness.pair, self.chosen.strategy
-        has_model = chosen.kind is not None and chosen.kind.uses_loaded and pair.request.drafter != MTP
-        return Speculation(
-            str(chosen.drafter_label(pair)),
-            drafts,
-            str(pair.request.drafter) if has_model else "",
-            rule="" if is_greedy(self.settings) else self.settings.verify,
-            quantize=pair.quantize,
-            drafter_quantize=str(pair.drafter_quantize or "none") if has_model else "none",
-            translates=has_model and pair.drafter_tokenizer is not None,
-        )
+        uses_loaded = chosen.kind is not None and chosen.kind.uses_loaded
+        return speculation(pair, self.settings, drafts, kind=chosen.drafter_label(pair), uses_loaded=uses_loaded)
+
+
+def speculation(
+    pair: Pair, settings: Settings, drafts: int, *, kind: str | None, uses_loaded: bool = True
+) -> Speculation:
+    """A way of drafting for the loaded target in the words of other programs. `kind` is as in records."""
+    has_model = uses_loaded and pair.request.drafter != MTP
+    return Speculation(
+        str(kind),
+        drafts,
+        str(pair.request.drafter) if has_model else "",
+        rule="" if is_greedy(settings) else settings.verify,
+        quantize=pair.quantize,
+        drafter_quantize=str(pair.drafter_quantize or "none") if has_model else "none",
+        translates=has_model and pair.drafter_tokenizer is not None,
+    )
 
 
 @dataclass(slots=True)
