@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from utils.bounds import MAX_GAMMA
 from utils.decode.engine_forward import MAX_WIDTH
@@ -88,14 +88,19 @@ class Eagle3(StepwiseDrafter):
         states: Tensor = self.fc(features)
         return states
 
-    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache)
+    def next_states(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any, *, keeps_last: bool = False
+    ) -> Tensor:
+        next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache, keeps_last=keeps_last)
         return next_states
 
-    def forward(self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None) -> Tensor:
+    def forward(
+        self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, keeps_last: bool = False
+    ) -> Tensor:
         """Return the next states (B, T, H) at `positions` (1, T).
 
         `states` (B, T, H) are those before, and `embedded` (B, T, H) the embeddings of the tokens that follow them.
+        With `keeps_last` only the last state may be returned.
         """
         tables = self.rotary(states, positions)
         arguments = {"position_ids": positions, "past_key_values": cache, "attention_mask": None}
@@ -107,11 +112,29 @@ class Eagle3(StepwiseDrafter):
             states = residual + layer.self_attn(joined, **arguments)[0]
             states = states + layer.mlp(layer.post_attention_layernorm(states))
         for layer in self.layers[self.joining :]:
+            if keeps_last and layer is self.layers[-1]:
+                self._cache_keys(layer, states[:, :-1], positions[:, :-1], cache)
+                states, arguments["position_ids"] = states[:, -1:], positions[:, -1:]
+                arguments["position_embeddings"] = self.rotary(states, positions[:, -1:])
             states = layer(states, use_cache=True, **arguments)
         return states
 
+    def _cache_keys(self, layer: Any, states: Tensor, positions: Tensor, cache: Any) -> None:
+        """Cache the keys and values of entries whose own states nothing reads."""
+        attends, normed = layer.self_attn, layer.input_layernorm(states)
+        key, value = (
+            part(normed).unflatten(-1, (-1, attends.head_dim)) for part in (attends.k_proj, attends.v_proj)
+        )  # (B, T, groups, D)
+        key = attends.k_norm(key).transpose(1, 2)
+        key = apply_rotary_pos_emb(key, key, *self.rotary(states, positions))[1]
+        cache.update(key, value.transpose(1, 2), attends.layer_idx)
+
     def add_entries(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
-        if self.compiled is None or len(tokens) > MAX_WIDTH:
+        if len(tokens) > MAX_WIDTH:  # a text is read: only its last state is used
+            positions = torch.arange(first, first + len(tokens), device=tokens.device)[None]
+            state = self.next_states(states[None], tokens[None], positions, cache, keeps_last=True)[0, -1:]
+            return state, self.logits(state)
+        if self.compiled is None:
             return super().add_entries(states, tokens, first, cache)
         state, drafted = self.compiled(states, tokens, first, cache)
         return state, cast(DraftHead, self.lm_head).over_target(drafted)

@@ -218,7 +218,7 @@ def test_a_long_prompt_is_read_in_chunks_and_gives_the_same_drafts(monkeypatch):
     model, text = tiny_head(target), [*range(64)] * 10
     features = features_of(target, text[:600])[0]
     passes, original = [], model.next_states
-    monkeypatch.setattr(model, "next_states", lambda s, t, p, c: (passes.append(t.shape[1]), original(s, t, p, c))[1])
+    monkeypatch.setattr(model, "next_states", lambda *a, **k: (passes.append(a[1].shape[1]), original(*a, **k))[1])
     found = []
     for width in (feature_sessions.MAX_WIDTH, 10_000):
         monkeypatch.setattr(feature_sessions, "MAX_WIDTH", width)

@@ -71,9 +71,9 @@ def parts(
     model = tiny_head(target, vocabulary=range(SIZE))
     compute = model.next_states
 
-    def noted(states: torch.Tensor, *others: Any) -> torch.Tensor:
+    def noted(states: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         read.append(states.shape[1])
-        return compute(states, *others)
+        return compute(states, *others, **options)
 
     model.next_states = noted  # type: ignore[method-assign]
     session = ModelSession(target, features=model.feature_layers)

@@ -20,6 +20,7 @@ from drafter_runs import TOKENS, draft_rounds, hidden_states, loaded
 from tiny import tiny_llama
 
 from sampling.drafters.feature_sessions import HeadSession
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.drafter_formats.eagle3 import Eagle3
 from utils.engine import Engine
 from utils.engine.compiled_drafter import CompiledDrafter
@@ -85,6 +86,26 @@ def test_rows_at_once_are_rows_one_by_one(tmp_path: Path) -> None:
             logits = session.feed(TOKENS[: end + 1], keep=1)
         found.append(logits)
     assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@torch.no_grad()
+def test_a_text_is_read_for_its_last_state_alone(tmp_path: Path, name: str) -> None:
+    """Only keys and values of the earlier entries are computed in the last layer. Later drafts are the same."""
+    target = tiny_llama(num_hidden_layers=6)
+    drafter, length = drafter_of(tmp_path, target, name), MAX_WIDTH + 10
+    tokens, features = torch.arange(length) % 50, torch.randn(length, 3 * target.config.hidden_size)
+    states, rows = drafter.fuse_features(features), torch.arange(length)[None]
+    cache, full = drafter.new_cache(), drafter.new_cache()
+    state, logits = drafter.add_entries(states, tokens, 0, cache)
+    expected = drafter.next_states(states[None], tokens[None], rows, full)[0, -1:]
+    for step in range(3):
+        torch.testing.assert_close(state, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, drafter.logits(expected), atol=1e-4, rtol=1e-4)
+        token, at = torch.tensor([step + 7]), length + step
+        state, logits = drafter.add_entries(drafter.feedback(state), token, at, cache)
+        place = torch.tensor([[at]])
+        expected = drafter.next_states(drafter.feedback(expected)[None], token[None], place, full)[0, -1:]
 
 
 def test_a_program_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
