@@ -39,7 +39,7 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 # Below 1, so that the expected number of accepted drafts is bounded, however many are considered.
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
-LOSS = 0.02  # share of a run's time by the target alone that drafts may lose
+LOSS = 0.03  # share of a run's time by the target alone that drafts may lose
 EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
 ANY: Bucket = ("any", 0)
 
