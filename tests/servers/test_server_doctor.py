@@ -113,7 +113,7 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
 def test_a_sound_server_is_called_sound(examined: Any) -> None:
     shown, findings = examined(DecodingServer(pair=noisy_pair()))
     assert "Sound: drafts are accepted as expected" in shown and "at most 1%" in shown
-    assert {row["cause"] for row in findings} == {"sound"}
+    assert {row["cause"] for row in findings} == {"sound"} and "Settings for other programs:" in shown
     greedy = [row for row in findings if row["texts"] == "greedy"]
     # The replay makes the server's rounds again, up to the last one before an end token.
     assert greedy and all(abs(row["loss"]) < 0.02 for row in greedy[:2])

@@ -13,7 +13,7 @@ from utils.files import write_file
 
 RECORDS = "the records of the last result"
 FORMATS = {"html": "the session", "jsonl": RECORDS, "json": RECORDS, "csv": "the rows of the last result"}
-NOTHING = "there is no result to export yet: send a prompt first."
+NOTHING = "nothing can be exported yet: send a prompt first."
 
 
 def _export(argument: str, context: CommandContext) -> Outcome:

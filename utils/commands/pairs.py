@@ -22,9 +22,9 @@ from utils.metrics.draft_causes import (
     LONG,
     SAMPLED,
     TEMPLATE,
-    Cause,
     Contrast,
     Counts,
+    DraftCause,
     Probe,
     contrasts,
     diagnose,
@@ -172,7 +172,7 @@ class LocalCauses:
         if not self.found:
             return [] if not self.probes else [NO_DRAFTS]
         cause, shown = diagnose(self.probes, self.found)
-        if cause is Cause.UNCLEAR or shown is None:
+        if cause is DraftCause.UNCLEAR or shown is None:
             return [unclear(shown, len(self.probes[0].measured)), checked(self.found)]
         return [sentence(cause, shown), LEAST, checked(self.found)]
 

@@ -127,7 +127,7 @@ class CudaGraphEngine(PlainEngine):
     """Recorded forward passes of the models of a pair. helpers, such as a draft head, stay as they are.
 
     promise: set by `install` if the logits have the same bits at every tested width and buffer length. A replay does
-    not depend on the number of CPU threads, so there is no further self-test.
+    not depend on the number of CPU threads, so no further self-test is needed.
     """
 
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests

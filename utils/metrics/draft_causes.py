@@ -26,8 +26,8 @@ GREEDY, SAMPLED, LONG, TEMPLATE = "greedy", "sampled", "long context", "other te
 Counts = Sequence[tuple[float, float]]  # (accepted, verified) for each draft position
 
 
-class Cause(StrEnum):
-    """The verdicts, told apart by the texts and positions at which acceptance is lost."""
+class DraftCause(StrEnum):
+    """The verdicts. They differ in the texts and the positions at which acceptance is lost."""
 
     OFF = "off"
     FIRST = "first draft"
@@ -146,22 +146,22 @@ def family_wise(losses: Floats) -> list[float]:
     return [float((1 + (largest >= own - 1e-9).sum()) / (FLIPS + 1)) for own in scaled.sum(0)]
 
 
-def diagnose(probes: Sequence[Probe], found: Sequence[Contrast]) -> tuple[Cause, Contrast | None]:
+def diagnose(probes: Sequence[Probe], found: Sequence[Contrast]) -> tuple[DraftCause, Contrast | None]:
     """The cause, and the comparison whose figures show it. The probes begin with the simplest texts."""
     if not any(one.is_lost for one in found):
         unclear = [one for one in found if one.is_open]
         if not unclear and found:
-            return Cause.SOUND, found[0]
-        return Cause.UNCLEAR, max(unclear, key=lambda one: one.needed, default=None)
-    # Something is wrong. Where it is seen first is no further test, so that single intervals suffice.
+            return DraftCause.SOUND, found[0]
+        return DraftCause.UNCLEAR, max(unclear, key=lambda one: one.needed, default=None)
+    # There is a loss. Finding out where it begins is not a further test, so single intervals suffice.
     lost = [one for one in found if one.is_lost or one.low > MARGIN]
     first = lost[0]
     if first.probe == probes[0].name:
-        return (Cause.LATER if first.position else Cause.FIRST), first
+        return (DraftCause.LATER if first.position else DraftCause.FIRST), first
     if first.probe == SAMPLED:
         sampled = next(probe for probe in probes if probe.name == SAMPLED)
-        return (Cause.GREEDY_DRAFTS if agrees(sampled.measured, sampled.greedy) else Cause.SAMPLED), first
-    return (Cause.LONG if first.probe == LONG else Cause.TEMPLATE), first
+        return (DraftCause.GREEDY_DRAFTS if agrees(sampled.measured, sampled.greedy) else DraftCause.SAMPLED), first
+    return (DraftCause.LONG if first.probe == LONG else DraftCause.TEMPLATE), first
 
 
 def agrees(measured: Sequence[Counts], expected: Sequence[Counts]) -> bool:

@@ -149,6 +149,7 @@ def test_a_drafter_with_a_different_tokenizer_does_not_translate_in_vain() -> No
 
     plan, model = decoding(8, seed=1), tiny_llama(vocab_size=SIZE)
     adaptive = gamma_of(AdaptiveGamma, DEAR)
-    drafter = CrossTokenizerDrafter(lambda: ModelSession(model), Untouched(), SIZE, adaptive=adaptive)  # type: ignore[arg-type]
+    retokenizer: Any = Untouched()
+    drafter = CrossTokenizerDrafter(lambda: ModelSession(model), retokenizer, SIZE, adaptive=adaptive)
     steps = list(speculative_steps(PROMPT, drafter, ModelSession(model), plan, gamma=4))
     assert not any(step.drafted for step in steps)

@@ -18,8 +18,8 @@ from utils.metrics.draft_causes import (
     LONG,
     SAMPLED,
     TEMPLATE,
-    Cause,
     Counts,
+    DraftCause,
     Probe,
     contrasts,
     diagnose,
@@ -56,7 +56,7 @@ def probe(name: str, rates: Rates, seed: int, prompts: int = PROMPTS, greedy: Ra
     return Probe(name, measured, expected, [exact(tuple(rate + shift for rate in greedy)) for shift in shifts])
 
 
-def cause_of(*probes: Probe) -> tuple[Cause, int | None]:
+def cause_of(*probes: Probe) -> tuple[DraftCause, int | None]:
     cause, shown = diagnose(probes, contrasts(probes))
     return cause, None if shown is None else shown.position
 
@@ -64,17 +64,17 @@ def cause_of(*probes: Probe) -> tuple[Cause, int | None]:
 @pytest.mark.parametrize(
     ("changed", "rates", "expected"),
     [
-        (GREEDY, (0.02, 0.0, 0.0), (Cause.FIRST, 0)),
-        (GREEDY, (0.7, 0.6, 0.02), (Cause.LATER, 2)),
-        (GREEDY, (0.7, 0.05, 0.0), (Cause.LATER, 1)),
-        (LONG, (0.05, 0.0, 0.0), (Cause.LONG, 0)),
-        (SAMPLED, (0.4, 0.3, 0.2), (Cause.GREEDY_DRAFTS, 0)),
-        (SAMPLED, (0.1, 0.1, 0.1), (Cause.SAMPLED, 0)),
-        (TEMPLATE, (0.3, 0.3, 0.3), (Cause.TEMPLATE, 0)),
-        ("", RATES, (Cause.SOUND, 0)),
+        (GREEDY, (0.02, 0.0, 0.0), (DraftCause.FIRST, 0)),
+        (GREEDY, (0.7, 0.6, 0.02), (DraftCause.LATER, 2)),
+        (GREEDY, (0.7, 0.05, 0.0), (DraftCause.LATER, 1)),
+        (LONG, (0.05, 0.0, 0.0), (DraftCause.LONG, 0)),
+        (SAMPLED, (0.4, 0.3, 0.2), (DraftCause.GREEDY_DRAFTS, 0)),
+        (SAMPLED, (0.1, 0.1, 0.1), (DraftCause.SAMPLED, 0)),
+        (TEMPLATE, (0.3, 0.3, 0.3), (DraftCause.TEMPLATE, 0)),
+        ("", RATES, (DraftCause.SOUND, 0)),
     ],
 )
-def test_a_planted_loss_is_found_where_it_is(changed: str, rates: Rates, expected: tuple[Cause, int]) -> None:
+def test_a_planted_loss_is_found_where_it_is(changed: str, rates: Rates, expected: tuple[DraftCause, int]) -> None:
     kinds = (GREEDY, SAMPLED, LONG, TEMPLATE)
     probes = [probe(kind, rates if kind == changed else RATES, 3, greedy=(0.4, 0.4, 0.4)) for kind in kinds]
     assert cause_of(*probes) == expected
@@ -84,18 +84,18 @@ def test_few_prompts_do_not_decide_and_more_are_named() -> None:
     few = [Probe(GREEDY, [counts(default_rng(seed), RATES, 3) for seed in range(4)], [exact(RATES, 3)] * 4)]
     found = contrasts(few)
     cause, shown = diagnose(few, found)
-    assert cause is Cause.UNCLEAR and shown is not None and 12 <= shown.needed <= 1000
+    assert cause is DraftCause.UNCLEAR and shown is not None and 12 <= shown.needed <= 1000
     # Not even a dead drafter: four signs are equal by chance too often.
     dead = [Probe(GREEDY, [[(0.0, 3.0)]] * 4, [exact(RATES, 3)] * 4)]
-    assert diagnose(dead, contrasts(dead))[0] is Cause.UNCLEAR
-    assert diagnose([], contrasts([])) == (Cause.UNCLEAR, None)
+    assert diagnose(dead, contrasts(dead))[0] is DraftCause.UNCLEAR
+    assert diagnose([], contrasts([])) == (DraftCause.UNCLEAR, None)
 
 
 def test_a_loss_below_the_margin_is_not_counted() -> None:
     slightly = Probe(GREEDY, [[(66.0, 100.0)]] * PROMPTS, [[(70.0, 100.0)]] * PROMPTS)
-    assert diagnose([slightly], contrasts([slightly]))[0] is Cause.SOUND
+    assert diagnose([slightly], contrasts([slightly]))[0] is DraftCause.SOUND
     more = Probe(GREEDY, [[(60.0, 100.0)]] * PROMPTS, [[(70.0, 100.0)]] * PROMPTS)
-    assert diagnose([more], contrasts([more]))[0] is Cause.FIRST
+    assert diagnose([more], contrasts([more]))[0] is DraftCause.FIRST
 
 
 @pytest.mark.parametrize("margin", [0.0, draft_causes.MARGIN])

@@ -38,9 +38,9 @@ from utils.metrics.draft_causes import (
     ODD,
     SAMPLED,
     TEMPLATE,
-    Cause,
     Contrast,
     Counts,
+    DraftCause,
     Probe,
     agrees,
     contrasts,
@@ -93,7 +93,7 @@ OTHER_IDS = "{} sends token ids that the loaded target does not have: load the s
 NOT_ASKED = "{}: left out, because the server refuses it. {}"
 NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
 NONE_ON = "{} drafts on greedy texts, and makes no drafts on {} texts."
-OFF_ON = {LONG: Cause.LONG, TEMPLATE: Cause.TEMPLATE}
+OFF_ON = {LONG: DraftCause.LONG, TEMPLATE: DraftCause.TEMPLATE}
 OTHER_SETTINGS = "expect={} was measured with another {}: type /{} {} first."
 NO_POSITIONS = "{} has no run with drafts of a single turn: --json FILE records them (accepted_by_position)."
 CHECKED = (
@@ -102,20 +102,21 @@ CHECKED = (
 )
 PLACE = {GREEDY: "", SAMPLED: " when sampling", LONG: " in long contexts", TEMPLATE: " in the server's template"}
 SENTENCES = {  # with `place`, the figures of a Contrast, and `later`, the 1-based position
-    Cause.FIRST: "The first draft is accepted at {measured:.2f}{place}, expected {expected:.2f}: the drafter reads "
-    "other hidden states or layers than it was trained on, its token ids are mapped wrongly, or it fits another one.",
-    Cause.LATER: "Drafts before position {later} are accepted as expected, and at position {later} {measured:.2f} "
+    DraftCause.FIRST: "The first draft is accepted at {measured:.2f}{place}, expected {expected:.2f}: the drafter "
+    "reads other hidden states or layers than it was trained on, its token ids are mapped wrongly, or it fits "
+    "another one.",
+    DraftCause.LATER: "Drafts before position {later} are accepted as expected, and at position {later} {measured:.2f} "
     "instead of {expected:.2f}: {kind}.",
-    Cause.LONG: "Sound in short contexts, but in long ones draft {later} is accepted at {measured:.2f}, expected "
+    DraftCause.LONG: "Sound in short contexts, but in long ones draft {later} is accepted at {measured:.2f}, expected "
     "{expected:.2f}: the drafter's positions (RoPE scaling) or its sliding window are wrong, or its context too short.",
-    Cause.GREEDY_DRAFTS: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, and drafts "
-    "drawn from the drafter's distribution would be at {expected:.2f}: as its likeliest tokens would be, so the server "
-    "drafts greedily at a temperature above 0.",
-    Cause.SAMPLED: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, expected "
+    DraftCause.GREEDY_DRAFTS: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, and "
+    "drafts drawn from the drafter's distribution would be at {expected:.2f}: as its likeliest tokens would be, so the "
+    "server drafts greedily at a temperature above 0.",
+    DraftCause.SAMPLED: "Sound when greedy, but when sampling draft {later} is accepted at {measured:.2f}, expected "
     "{expected:.2f}, which greedy drafts do not explain: drafts and text are drawn from other distributions.",
-    Cause.TEMPLATE: "Sound with the prompts of this program, but in the other chat template (or its thinking) draft "
-    "{later} is accepted at {measured:.2f}, expected {expected:.2f}.",
-    Cause.SOUND: "Sound: drafts are accepted as expected at every position (the first at {measured:.2f}, expected "
+    DraftCause.TEMPLATE: "Sound with the prompts of this program, but in the other chat template (or its thinking) "
+    "draft {later} is accepted at {measured:.2f}, expected {expected:.2f}.",
+    DraftCause.SOUND: "Sound: drafts are accepted as expected at every position (the first at {measured:.2f}, expected "
     "{expected:.2f}).",
 }
 CLIFF, DECLINE = "a cliff, as of a block or a window that is too small", "as if a wrong state were fed back"
@@ -151,7 +152,7 @@ def _bounds(contrast: Contrast) -> dict[str, float]:
     return {"low": max(-1.0, contrast.low), "high": min(1.0, contrast.high)}
 
 
-def sentence(cause: Cause, contrast: Contrast) -> str:
+def sentence(cause: DraftCause, contrast: Contrast) -> str:
     """What was found, with the figures that tell it apart."""
     measured = contrast.measured or 0.0
     kind = CLIFF if measured < ODD * contrast.expected else DECLINE
@@ -219,7 +220,7 @@ class ServerExamination:
     off_on: str = ""
     probes: list[Probe] = field(default_factory=list)
     found: list[Contrast] = field(default_factory=list)
-    cause: Cause = Cause.UNCLEAR
+    cause: DraftCause = DraftCause.UNCLEAR
     shown: Contrast | None = None
     reading: str = ""
 
@@ -247,7 +248,7 @@ class ServerExamination:
                     continue
                 raise
             if self.is_off:
-                self.cause, self.off_on = OFF_ON.get(kind, Cause.OFF), kind
+                self.cause, self.off_on = OFF_ON.get(kind, DraftCause.OFF), kind
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
                 return
@@ -301,7 +302,7 @@ class ServerExamination:
                     break
                 why = drafts.note
             if drafts is None or not drafts.drafted:
-                # A server that counts its tokens, or sends figures, would have told of drafts.
+                # A server that counts its tokens or sends figures would have reported drafts.
                 if not answer.figures and answer.other_tokens is None:
                     raise UserError(UNKNOWN.format(self.name))
             elif drafts.valid:
@@ -381,10 +382,10 @@ class ServerExamination:
             self.probes.append(Probe(kind, measured, expected, greedy))
         self.found = contrasts(self.probes)
         self.cause, self.shown = diagnose(self.probes, self.found)
-        if self.cause in (Cause.FIRST, Cause.LATER) and not self.recorded:
+        if self.cause in (DraftCause.FIRST, DraftCause.LATER) and not self.recorded:
             yield from self._try_readings(by_position=by_position)
-        elif self.cause is Cause.SOUND and self.speedups and self.speed.verdict == SLOWER:
-            self.cause = Cause.SLOW
+        elif self.cause is DraftCause.SOUND and self.speedups and self.speed.verdict == SLOWER:
+            self.cause = DraftCause.SLOW
 
     @property
     def speed(self) -> Interval:
@@ -438,14 +439,14 @@ class ServerExamination:
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         """The verdict, the figure that shows it, and how sure it is."""
         if self.off_on:
-            missing = NO_DRAFTS if self.cause is Cause.OFF else NONE_ON
+            missing = NO_DRAFTS if self.cause is DraftCause.OFF else NONE_ON
             return [missing.format(self.name, self.off_on), *self._flags()]
         if not findings:
             return []  # interrupted
         prompts = len(self.probes[0].measured)
-        if self.cause is Cause.UNCLEAR or self.shown is None:
+        if self.cause is DraftCause.UNCLEAR or self.shown is None:
             lines = [unclear(self.shown, prompts)]
-        elif self.cause is Cause.SLOW:
+        elif self.cause is DraftCause.SLOW:
             tokens = sum(self.forwards) / len(self.forwards)
             ratio = with_bounds({"speedup": self.speed.estimate, "interval": (self.speed.low, self.speed.high)})
             against = "" if self.baseline is None else self.baseline.address.name
@@ -457,7 +458,7 @@ class ServerExamination:
     def _flags(self) -> list[str]:
         """The settings of other programs for what the server should run."""
         started = self.harness.state.servers.local.speculation_of(self.name)
-        if self.recorded:  # there is no pair here
+        if self.recorded:  # the pair ran on another machine
             return settings_elsewhere(started) if started is not None else []
         pair = self.harness.pair
         return settings_elsewhere(speculation(pair, self.settings, self.draft or 1, kind=pair.drafter_kind))

@@ -33,7 +33,7 @@ SHORT_DRAFTS = "a position counts as verified if the one before it was accepted,
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
 POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
 LONGEST_LINE = 4096  # characters
-# What is told about drafts, and the names of it in pages and start arguments of vLLM, SGLang and llama.cpp.
+# What servers report about their drafts, by its names in pages and start arguments of vLLM, SGLang and llama.cpp.
 SETUP = {
     "method": (
         "speculative_config.method",

@@ -34,7 +34,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     },
     TRANSFORMERS: {MODEL: "model", GEMMA: "model", OWN: "mtp", LOOKUP: "lookup", LAYERS: "layers"},
 }
-PARALLEL = (PARD, PEAGLE)  # kinds that draft all tokens of a round at once, which vLLM must be told
+PARALLEL = (PARD, PEAGLE)  # kinds that draft all tokens of a round at once, for which vLLM needs a flag of its own
 CHAINS = ("EAGLE3", "NEXTN")  # the words of SGLang whose length may depend on the load
 # How sampled drafts are verified. SGLang's flags exist for some words only.
 RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
