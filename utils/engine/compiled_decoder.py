@@ -1,9 +1,10 @@
 """All layers of a decoder as one list of jobs in machine code, for one number of rows."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from utils.engine import compiled_layers as layers
@@ -14,7 +15,6 @@ from utils.engine.machine_code import WORKERS, floats, job_list, words
 from utils.engine.module_swap import EngineLinear
 
 Product = CompiledKernel | JoinedKernels
-MIN_ITEMS = 8  # of attention, so that several threads have equal shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class DecoderProgram:
         self._jobs: list[tuple[int, Any, int]] = []
         self._kept: list[Any] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
-        self._attention: list[tuple[int, int]] = []  # first and last (exclusive) job of each attention
+        self._last_attention = 0  # its first job
         self._add_jobs()
         self._list, _ = job_list(self._jobs)
 
@@ -94,23 +94,10 @@ class DecoderProgram:
             store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
             start, other = start + step, other + step
 
-    def run(self) -> None:
-        """Compute all layers."""
-        self._run(0, len(self._jobs))
-
-    def run_with(self, attend: Callable[[int], None], *, every: bool) -> None:
-        """Compute all layers with another attention, which writes `attended`. every: also what follows the last one."""
-        position = 0
-        for index, (first, last) in enumerate(self._attention):
-            self._run(position, first)
-            if not every and index + 1 == len(self._attention):
-                return
-            attend(index)
-            position = last
-        self._run(position, len(self._jobs))
-
-    def _run(self, first: int, last: int) -> None:
-        WORKERS.run(self._list, last - first, first=first)
+    def run(self, *, fills: bool = False) -> None:
+        """Compute all layers. fills: only what the caches need, without the attention of the last layer."""
+        count = self._last_attention if fills else len(self._jobs)
+        WORKERS.run(self._list, count)
 
     def _add(self, name: str, kinds: Any, rows: int, **values: Any) -> None:
         self._jobs.append((row_function(name), words(kinds, **values), rows))
@@ -192,7 +179,8 @@ class DecoderProgram:
         spec, width = self._spec, self.qkv.shape[1]
         repeats, caches, attends = spec.heads // spec.kv_heads, [], []
         queries = self._count * repeats
-        parts = min(queries, -(-MIN_ITEMS // spec.kv_heads))
+        items = 2 * torch.get_num_threads()  # two for each thread, so that several threads have equal shares
+        parts = max(-(-queries // layers.QUERIES_AT_ONCE), min(queries, -(-items // spec.kv_heads)))
         for sequence in range(self._batch):
             own = slice(sequence * self._count, (sequence + 1) * self._count)
             qkv = self.qkv[own]
@@ -207,7 +195,7 @@ class DecoderProgram:
             self._jobs.append((row_function("store"), store, self._count))
             attends.append((attention_function(spec.head_dim), attend, spec.kv_heads * parts))
             caches.append((store, attend))
-        self._attention.append((len(self._jobs), len(self._jobs) + len(attends)))
+        self._last_attention = len(self._jobs)
         self._jobs += attends
         self._caches.append(caches)
 

@@ -12,7 +12,11 @@ from llvmlite import ir
 
 from utils.engine.machine_code import FLOAT, INT, POINTER, REASSOCIATED, Code, compiled, new_function, read_words
 
-KEYS_AT_ONCE = 64
+KEYS_AT_ONCE = 32  # of a block, so that its keys and values stay in the first cache
+QUERIES_AT_ONCE = 32  # of a part, at most
+_SUMS_AT_ONCE = 4  # vectors of 16 lanes that fit into the registers
+_LINE = 16  # values of a cache line
+_WORD = ir.IntType(32)
 
 NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "out_stride": INT, "size": INT, "eps": FLOAT}
 HEAD_NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "heads": INT, "size": INT, "eps": FLOAT}
@@ -240,43 +244,78 @@ def _chunks(size: int) -> list[tuple[int, int]]:
 
 @cache
 def attention_function(size: int) -> int:
-    """The address of causal attention over heads of this size. Items are parts of the queries that share keys.
+    """The address of causal attention over heads of this size. Items are parts of the queries that share keys, at most
+    QUERIES_AT_ONCE in each.
 
-    Softmax is computed block by block (Milakov and Gimelshein, arXiv 1805.02867).
+    Keys and values are read a block after the other, each for all queries of a part, so that they come from memory
+    once. Softmax is computed block by block (Milakov and Gimelshein, arXiv 1805.02867). Blocks begin at multiples of
+    KEYS_AT_ONCE, so that the bits of a query do not depend on the others.
     """
     module = ir.Module("attention")
+    updates = [_Update(module, size, streams=streams).write() for streams in (True, False)]  # of the first query
     code, (pointer, item) = new_function(module, "attend", [POINTER, INT])
-    scores = code.alloca(FLOAT, KEYS_AT_ONCE)
+    totals, scores = code.alloca(FLOAT, 2 * QUERIES_AT_ONCE), code.alloca(FLOAT, KEYS_AT_ONCE)
     own = read_words(code, pointer, ATTENTION)
     group, part = code.udiv(item, own["parts"]), code.urem(item, own["parts"])
     first = code.udiv(code.mul(part, own["queries"]), own["parts"])
     last = code.udiv(code.mul(code.add(part, INT(1)), own["queries"]), own["parts"])
-    keys, values = (code.at(own[name], code.mul(group, own["group_stride"])) for name in ("keys", "values"))
+    count, one = code.sub(last, first), INT(1)
 
-    def one(index: ir.Value) -> None:
+    def row_of(index: ir.Value) -> ir.Value:
+        return code.udiv(code.add(first, index), own["repeats"])
+
+    def out_of(index: ir.Value) -> ir.Value:
         query = code.add(first, index)
-        row, head = code.udiv(query, own["repeats"]), code.urem(query, own["repeats"])
-        head = code.add(head, code.mul(group, own["repeats"]))
-        start = code.add(code.mul(row, own["query_stride"]), code.mul(head, INT(size)))
-        place = code.mul(code.add(code.mul(row, own["heads"]), head), INT(size))
-        end = code.add(code.add(own["past"], row), INT(1))
-        is_whole = code.or_(
-            code.icmp_unsigned("==", own["window"], INT(0)), code.icmp_unsigned("<=", end, own["window"])
-        )
-        begin = code.select(is_whole, INT(0), code.sub(end, own["window"]))
-        _attend(
-            code,
-            size,
-            query=code.at(own["query"], start),
-            keys=code.at(keys, code.mul(begin, INT(size))),
-            values=code.at(values, code.mul(begin, INT(size))),
-            count=code.sub(end, begin),
-            scores=scores,
-            scaling=own["scaling"],
-            out=code.at(own["out"], place),
-        )
+        head = code.add(code.urem(query, own["repeats"]), code.mul(group, own["repeats"]))
+        place = code.add(code.mul(code.udiv(query, own["repeats"]), own["heads"]), head)
+        return code.at(own["out"], code.mul(place, INT(size)))
 
-    code.for_each(code.sub(last, first), one)
+    def keys_of(index: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The first position that a query attends to, and the one after its last."""
+        end = code.add(code.add(own["past"], row_of(index)), one)
+        no_window = code.icmp_unsigned("==", own["window"], INT(0))
+        is_whole = code.or_(no_window, code.icmp_unsigned("<=", end, own["window"]))
+        return code.select(is_whole, INT(0), code.sub(end, own["window"])), end
+
+    def begin(index: ir.Value) -> None:
+        _store(code, FLOAT(float("-inf")), totals, code.mul(index, INT(2)))
+        _store(code, FLOAT(0.0), totals, code.add(code.mul(index, INT(2)), one))
+        for start, lanes in _chunks(size):
+            nothing = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+            code.store(nothing, code.at(out_of(index), INT(start)), align=4)
+
+    def block(number: ir.Value) -> None:
+        start = code.mul(number, INT(KEYS_AT_ONCE))
+
+        def one_query(index: ir.Value) -> None:
+            low, high = keys_of(index)
+            low = code.select(code.icmp_unsigned("<", low, start), start, low)
+            high = code.smaller(high, code.add(start, INT(KEYS_AT_ONCE)))
+            with code.if_then(code.icmp_unsigned("<", low, high)):
+                head = code.add(code.urem(code.add(first, index), own["repeats"]), code.mul(group, own["repeats"]))
+                place = code.add(code.mul(row_of(index), own["query_stride"]), code.mul(head, INT(size)))
+                at = code.add(code.mul(group, own["group_stride"]), code.mul(low, INT(size)))
+                near = [code.at(own["query"], place), code.at(own["keys"], at), code.at(own["values"], at)]
+                state = [code.at(totals, code.mul(index, INT(2))), out_of(index), scores]
+                arguments = [*near, code.sub(high, low), own["scaling"], *state]
+                with code.if_else(code.icmp_unsigned("==", index, INT(0))) as (then, otherwise):
+                    for update, branch in zip(updates, (then, otherwise), strict=True):
+                        with branch:
+                            code.call(update, arguments)
+
+        code.for_each(count, one_query)
+
+    def finish(index: ir.Value) -> None:
+        total = _load(code, totals, code.add(code.mul(index, INT(2)), one))
+        for (start, lanes), part in zip(_chunks(size), _vectors(code, out_of(index), size), strict=True):
+            result = code.fdiv(part, code.splat(total, lanes))
+            code.store(result, code.at(out_of(index), INT(start)), align=4)
+
+    code.for_each(count, begin)
+    lowest, (_, highest) = code.udiv(keys_of(INT(0))[0], INT(KEYS_AT_ONCE)), keys_of(code.sub(count, one))
+    blocks = code.sub(code.udiv(code.add(highest, INT(KEYS_AT_ONCE - 1)), INT(KEYS_AT_ONCE)), lowest)
+    code.for_each(blocks, lambda index: block(code.add(lowest, index)))
+    code.for_each(count, finish)
     code.ret_void()
     return compiled(module)("attend")
 
@@ -288,86 +327,128 @@ def _vectors(code: Code, pointer: ir.Value, size: int) -> list[ir.Value]:
     ]
 
 
-def _attend(
-    code: Code,
-    size: int,
-    *,
-    query: ir.Value,
-    keys: ir.Value,
-    values: ir.Value,
-    count: ir.Value,
-    scores: ir.Value,
-    scaling: ir.Value,
-    out: ir.Value,
-) -> None:
-    """One query over `count` keys (count, D), a few at a time. scores: scratch memory for KEYS_AT_ONCE values."""
-    queries = [code.fmul(part, code.splat(scaling, part.type.count)) for part in _vectors(code, query, size)]
-    empty = [ir.Constant(part.type, [0.0] * part.type.count) for part in queries]
+class _Update:
+    """update(query, keys, values, count, scaling, totals, sums, scores): let a query attend to some more keys.
 
-    def block(start: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        largest, total, *sums = state
-        left, place = code.sub(count, start), code.mul(start, INT(size))
-        some = code.smaller(left, INT(KEYS_AT_ONCE))
-        highest = _write_scores(code, queries, code.at(keys, place), some, scores=scores, size=size, largest=largest)
-        added = _write_weights(code, scores, some, highest)
-        correction = code.exp(code.fsub(largest, highest))
-        sums = [code.fmul(part, code.splat(correction, part.type.count)) for part in sums]
-        sums = _mixed(code, scores, code.at(values, place), some, sums=sums, size=size)
-        return [highest, code.multiply_add(total, correction, added), *sums]
+    keys, values: (count, D). totals: the largest score so far, and the sum of exp(score - largest). sums: (D,), those
+    of the values with these weights. scores: scratch memory for KEYS_AT_ONCE values.
+    """
 
-    _, total, *sums = code.repeat(count, [FLOAT(float("-inf")), FLOAT(0.0), *empty], block, step=KEYS_AT_ONCE)
-    for (start, lanes), part in zip(_chunks(size), sums, strict=True):
-        code.store(code.fdiv(part, code.splat(total, lanes)), code.at(out, INT(start)), align=4)
+    def __init__(self, module: ir.Module, size: int, *, streams: bool) -> None:
+        """streams: ask memory for the values while scores are computed, and for the next keys afterwards."""
+        kinds = [POINTER, POINTER, POINTER, INT, FLOAT, POINTER, POINTER, POINTER]
+        self._code, arguments = _inlined(module, "update_first" if streams else "update", kinds)
+        self._query, self._keys, self._values, self._count, self._scaling, *rest = arguments
+        self._totals, self._sums, self._scores = rest
+        self._size, self._streams = size, streams
 
+    def write(self) -> ir.Function:
+        """Write all instructions."""
+        code, totals, chunks = self._code, self._totals, _chunks(self._size)
+        before = _load(code, totals, INT(0))
+        highest = self._write_scores(before)
+        added, correction = self._write_weights(highest), code.exp(code.fsub(before, highest))
+        _store(code, highest, totals, INT(0))
+        _store(code, code.multiply_add(_load(code, totals, INT(1)), correction, added), totals, INT(1))
+        for first in range(0, len(chunks), _SUMS_AT_ONCE):
+            self._add_values(chunks[first : first + _SUMS_AT_ONCE], correction)
+        code.ret_void()
+        return code.function
 
-def _write_scores(
-    code: Code,
-    queries: list[ir.Value],
-    keys: ir.Value,
-    count: ir.Value,
-    *,
-    scores: ir.Value,
-    size: int,
-    largest: ir.Value,
-) -> ir.Value:
-    """Write the scores of some keys. Returns the largest of them and of those before."""
+    def _row(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
+        return self._code.at(pointer, self._code.mul(index, INT(self._size)))
 
-    def score(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-        dots: dict[int, ir.Value] = {}  # by number of lanes
-        for query, key in zip(queries, _vectors(code, code.at(keys, code.mul(index, INT(size))), size), strict=True):
-            lanes = query.type.count
-            dots[lanes] = code.multiply_add(query, key, dots[lanes]) if lanes in dots else code.fmul(query, key)
-        result, *others = map(code.total, dots.values())
+    def _write_scores(self, largest: ir.Value) -> ir.Value:
+        """Write the scores of the keys. Returns the largest of them and of those before."""
+        code, query = self._code, _vectors(self._code, self._query, self._size)
+        query = [code.fmul(part, code.splat(self._scaling, part.type.count)) for part in query]
+        whole = code.and_(self._count, INT(-4))
+
+        def score_four(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+            for place in range(0, 4 * self._size if self._streams else 0, _LINE):
+                code.prefetch(code.at(self._row(self._values, index), INT(place)))
+            parts = [self._products(query, code.add(index, INT(place))) for place in range(4)]
+            result = _halves_added(code, *(_halves_added(code, *two, step=2) for two in (parts[:2], parts[2:])), step=1)
+            code.store(result, code.at(self._scores, index), align=4)
+            return [code.maximum(before[0], result)]
+
+        def score(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+            parts = [self._products(query, code.add(whole, index))] * 2
+            pair = _halves_added(code, *parts, step=2)
+            result = code.extract_element(_halves_added(code, pair, pair, step=1), _WORD(0))
+            _store(code, result, self._scores, code.add(whole, index))
+            return [code.maximum(before[0], result)]
+
+        (four,) = code.repeat(whole, [code.splat(largest, 4)], score_four, step=4, or_never=True)
+        for half in ([0, 1], [2, 3]), ([0], [1]):
+            four = code.maximum(*(_chosen(code, four, four, places) for places in half))
+        initial = [code.extract_element(four, _WORD(0))]
+        return code.repeat(code.sub(self._count, whole), initial, score, or_never=True)[0]
+
+    def _products(self, query: list[ir.Value], index: ir.Value) -> ir.Value:
+        """Four lanes whose sum is the score of a key."""
+        code, sums = self._code, dict[int, ir.Value]()  # by number of lanes
+        for part, key in zip(query, _vectors(code, self._row(self._keys, index), self._size), strict=True):
+            lanes = part.type.count
+            sums[lanes] = code.multiply_add(part, key, sums[lanes]) if lanes in sums else code.fmul(part, key)
+        result, *others = (_four_lanes(code, part) for part in sums.values())
         for other in others:
             result = code.fadd(result, other)
-        _store(code, result, scores, index)
-        return [code.maximum(before[0], result)]
+        return result
 
-    return code.repeat(count, [largest], score)[0]
+    def _write_weights(self, highest: ir.Value) -> ir.Value:
+        """Replace scores by exp(score - highest). Returns the sum."""
+        code = self._code
+
+        def weigh(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+            weight = code.exp(code.fsub(_load(code, self._scores, index), highest))
+            _store(code, weight, self._scores, index)
+            return [code.fadd(before[0], weight, flags=REASSOCIATED)]
+
+        return code.repeat(self._count, [FLOAT(0.0)], weigh)[0]
+
+    def _add_values(self, chunks: list[tuple[int, int]], correction: ir.Value) -> None:
+        """Multiply chunks of the sums with the correction, and add weighted values to them."""
+        code = self._code
+        kinds = [ir.VectorType(FLOAT, lanes) for _, lanes in chunks]
+
+        def read(pointer: ir.Value) -> list[ir.Value]:
+            places = [code.at(pointer, INT(start)) for start, _ in chunks]
+            return [code.load(place, typ=kind, align=4) for place, kind in zip(places, kinds, strict=True)]
+
+        def mix(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
+            for start, _ in chunks if self._streams else []:
+                code.prefetch(code.at(self._row(self._keys, code.add(self._count, index)), INT(start)))
+            weight, parts = _load(code, self._scores, index), read(self._row(self._values, index))
+            return [
+                code.multiply_add(code.splat(weight, part.type.count), part, total)
+                for part, total in zip(parts, before, strict=True)
+            ]
+
+        totals = [code.fmul(part, code.splat(correction, part.type.count)) for part in read(self._sums)]
+        for (start, _), part in zip(chunks, code.repeat(self._count, totals, mix), strict=True):
+            code.store(part, code.at(self._sums, INT(start)), align=4)
 
 
-def _write_weights(code: Code, scores: ir.Value, count: ir.Value, highest: ir.Value) -> ir.Value:
-    """Replace scores by exp(score - highest). Returns the sum."""
+def _four_lanes(code: Code, x: ir.Value) -> ir.Value:
+    """Four lanes whose sum is that of a vector."""
+    lanes = x.type.count
+    if lanes > 4:
+        halves = (_chosen(code, x, x, [*range(start, start + lanes // 2)]) for start in (0, lanes // 2))
+        return _four_lanes(code, code.fadd(*halves))
+    zeros = ir.Constant(x.type, [0.0] * lanes)
+    return x if lanes == 4 else _chosen(code, x, zeros, [*range(lanes), *[lanes] * (4 - lanes)])
 
-    def weigh(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-        weight = code.exp(code.fsub(_load(code, scores, index), highest))
-        _store(code, weight, scores, index)
-        return [code.fadd(before[0], weight, flags=REASSOCIATED)]
 
-    return code.repeat(count, [FLOAT(0.0)], weigh)[0]
+def _halves_added(code: Code, first: ir.Value, second: ir.Value, *, step: int) -> ir.Value:
+    """Four lanes: in two vectors of four, each lane and the one `step` after it are added. So two steps of 2 and then
+    1 make the sums of four vectors, in one order for each.
+    """
+    left = [0, 1, 4, 5] if step == 2 else [0, 2, 4, 6]
+    right = [place + step for place in left]
+    return code.fadd(_chosen(code, first, second, left), _chosen(code, first, second, right))
 
 
-def _mixed(
-    code: Code, weights: ir.Value, values: ir.Value, count: ir.Value, *, sums: list[ir.Value], size: int
-) -> list[ir.Value]:
-    """Add weighted values (count, D) to sums."""
-
-    def mix(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-        weight = _load(code, weights, index)
-        parts = _vectors(code, code.at(values, code.mul(index, INT(size))), size)
-        return [
-            code.multiply_add(code.splat(weight, part.type.count), part, total)
-            for part, total in zip(parts, before, strict=True)
-        ]
-
-    return code.repeat(count, sums, mix)
+def _chosen(code: Code, first: ir.Value, second: ir.Value, places: list[int]) -> ir.Value:
+    """Lanes of two vectors, those of the second one numbered after those of the first."""
+    return code.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(places)), places))

@@ -6,12 +6,11 @@ time in Python as small models spend in their products.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -23,7 +22,6 @@ from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 PROGRAMS = 24  # numbers of rows whose programs are kept
-ROWS_AT_ONCE = 256  # of attention in a prefill: few, because a call reads all keys up to its last row for each row
 
 
 class RotaryTables:
@@ -157,10 +155,7 @@ class LeanDecoder:
         for index, layer in enumerate(cache.layers[: len(spec.layers)]):
             keys, values = layer.extended(heads)
             program.bind(index, keys, values, past)
-        if in_prefill():
-            program.run_with(partial(self._attend, program, cache, past), every=every)
-        else:
-            program.run()
+        program.run(fills=in_prefill() and not every)
         states = [state.clone() for state in program.states] if every else []
         return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
 
@@ -181,28 +176,6 @@ class LeanDecoder:
             )
         return self._programs[key]
 
-    def _attend(self, program: DecoderProgram, cache: Any, past: int, index: int) -> None:
-        """Attention of a prefill in PyTorch, which takes less time for many rows."""
-        spec, layer = self._spec, self._spec.layers[index]
-        batch, keys, values = len(cache.layers[index].keys), cache.layers[index].keys, cache.layers[index].values
-        heads = spec.heads + 2 * spec.kv_heads
-        qkv = program.qkv[:, : heads * spec.head_dim].unflatten(0, (batch, -1)).unflatten(2, (heads, -1))
-        query = qkv[:, :, : spec.heads].transpose(1, 2)  # (B, heads, T, D)
-        attended = program.attended.unflatten(0, (batch, -1))
-        for first in range(0, qkv.shape[1], ROWS_AT_ONCE):
-            last = min(first + ROWS_AT_ONCE, qkv.shape[1])
-            begin = 0 if layer.window is None else max(0, past + first + 1 - layer.window)
-            mask = _mask(range(past + first, past + last), range(begin, past + last), layer.window)
-            mixed = scaled_dot_product_attention(
-                query[:, :, first:last],
-                keys[:, :, begin : past + last],
-                values[:, :, begin : past + last],
-                attn_mask=mask[None, None],
-                scale=layer.scaling,
-                enable_gqa=spec.kv_heads < spec.heads,
-            )
-            attended[:, first:last] = mixed.transpose(1, 2).flatten(2)
-
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""
         if in_prefill():
@@ -215,12 +188,3 @@ class LeanDecoder:
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits.view(*kept.shape[:2], -1)
-
-
-def _mask(rows: range, keys: range, window: int | None) -> Tensor:
-    """What is added to the scores (rows, keys) of these positions: 0 or minus infinity."""
-    own, other = torch.arange(rows.start, rows.stop)[:, None], torch.arange(keys.start, keys.stop)[None]
-    forbidden = other > own
-    if window is not None:
-        forbidden |= other <= own - window
-    return torch.zeros(len(rows), len(keys)).masked_fill_(forbidden, float("-inf"))

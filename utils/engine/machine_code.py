@@ -21,7 +21,6 @@ _LINE = 8  # words of a cache line. Words that several threads change have a lin
 _TICKET, _COMPLETED, _SERVING, _OTHERS = 0, _LINE, 2 * _LINE, 2 * _LINE + 1
 _FUNCTION, _ARGUMENT, _JOBS = range(3 * _LINE, 3 * _LINE + 3)
 _WORDS = 4 * _LINE
-_JOB_BYTES = 24
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
 REASSOCIATED = ("reassoc",)  # sums in the order of vector registers, which is the same for every row
 _owners: list[Any] = []  # of machine code, which lives as long as the process
@@ -37,12 +36,16 @@ class Code(ir.IRBuilder):
         body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
         *,
         step: int = 1,
+        or_never: bool = False,
     ) -> list[ir.Value]:
-        """Run the body for 0, step, ... below the count, at least once. It maps values to those of the next round;
-        `initial` are those of the first round. Returns those after the last round.
+        """Run the body for 0, step, ... below the count, at least once unless `or_never`. It maps values to those of
+        the next round; `initial` are those of the first round. Returns those after the last round.
         """
         before, start, after = self.block, self.append_basic_block(), self.append_basic_block()
-        self.branch(start)
+        if or_never:
+            self.cbranch(self.icmp_unsigned("<", INT(0), count), start, after)
+        else:
+            self.branch(start)
         self.position_at_end(start)
         index, carried = self.phi(INT), [self.phi(value.type) for value in initial]
         results = body(index, [*carried])
@@ -52,7 +55,13 @@ class Code(ir.IRBuilder):
             phi.add_incoming(value, last)
         self.cbranch(self.icmp_unsigned("<", following, count), start, after)
         self.position_at_end(after)
-        return results
+        if not or_never:
+            return results
+        merged = [self.phi(value.type) for value in initial]
+        for phi, first, value in zip(merged, initial, results, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, last)
+        return merged
 
     def for_each(self, count: ir.Value, body: Callable[[ir.Value], object], *, step: int = 1) -> None:
         """Like `repeat`, without values."""
@@ -314,15 +323,15 @@ class Workers:
         self.lock = RLock()  # held while buffers that jobs share are in use
         self._lead: Any = None
 
-    def run(self, jobs: Any, count: int, *, first: int = 0) -> None:
-        """Run jobs of a ctypes array, three words each, from the first one on with PyTorch's number of threads: the
-        address of function(argument, item), the address of the argument, and the number of items.
+    def run(self, jobs: Any, count: int) -> None:
+        """Run the first jobs of a ctypes array, three words each, with PyTorch's number of threads: the address of
+        function(argument, item), the address of the argument, and the number of items.
         """
         others, state = torch.get_num_threads() - 1, self._state
         with self.lock:
             if self._lead is None or len(self._wakes) < others:
                 self._start(others)
-            state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs) + _JOB_BYTES * first, others
+            state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs), others
             if state[_SERVING] < others:
                 for wake in self._wakes[:others]:
                     wake.set()
