@@ -69,7 +69,8 @@ class AdaptiveGamma:
     nothing. `throughput` is the run's estimate, if several drafters share it; each of them learns only from rounds in
     which it drafted. `block` is the number of drafts that are computed at once, whose cost does not depend on how many
     are proposed. `kind` is the drafter kind, if the table has its costs. `max_new` is the maximum number of new tokens;
-    without it, losses are not bounded. A drafter calls `begin` and, in each round, `follow`.
+    without it, losses are not bounded. `rival` chooses for a drafter that has the round if this one declines: drafts
+    have to be worth more than the rival's are expected to be. A drafter calls `begin` and, in each round, `follow`.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class AdaptiveGamma:
         block: int = 1,
         kind: str = "",
         max_new: int | None = None,
+        rival: "AdaptiveGamma | None" = None,
     ) -> None:
+        self._rival = rival
         self._table, self._costs, self._draft_cost, self._block = costs, costs, draft_cost, block
         self._kind, self._max_new = kind, max_new
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
@@ -103,6 +106,8 @@ class AdaptiveGamma:
         self._costs = self._table.at(self._length)
         if self._kind:
             self._draft_cost = self._costs.draft_cost(self._kind)
+        if self._rival is not None:
+            self._rival.follow(context)
 
     def probability(self, bucket: Bucket) -> float:
         """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
@@ -153,14 +158,15 @@ class AdaptiveGamma:
     def best(self, buckets: Sequence[Bucket]) -> int:
         """How many of these drafts, all of them available, to propose."""
         values = self._values(buckets)
+        if self._rival is not None:
+            values[0] = max(self._rival._values(_positions(0)))
         return values.index(max(values))
 
     def continues(self, buckets: Sequence[Bucket]) -> bool:
         """Whether to compute one more draft after those in these buckets, knowing only its position."""
         count = len(buckets)
         # Verify costs rise in steps: one more draft may not pay where several do, so all later stops are compared.
-        ahead = [("position", position) for position in range(count, count + LOOKAHEAD)]
-        values = self._values([*buckets, *ahead])
+        values = self._values([*buckets, *_positions(count)])
         return max(values[count + 1 :]) > values[count]
 
     def proposes(self, buckets: Sequence[Bucket]) -> bool:
@@ -218,3 +224,8 @@ class AdaptiveGamma:
         if buckets or computed:
             self._throughput.gain -= self._reading
             self._read = self._length
+
+
+def _positions(count: int) -> list[Bucket]:
+    """The buckets of drafts after so many, of which only the position is known."""
+    return [("position", position) for position in range(count, count + LOOKAHEAD)]

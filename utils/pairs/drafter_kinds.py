@@ -61,15 +61,22 @@ class DrafterInputs:
     observed: bool
 
     def adaptive(
-        self, kind: str | None, throughput: ThroughputEstimate | None = None, *, block: int = 1
+        self,
+        kind: str | None,
+        throughput: ThroughputEstimate | None = None,
+        *,
+        block: int = 1,
+        rival: AdaptiveGamma | None = None,
     ) -> AdaptiveGamma | None:
-        """Chooses the number of drafts for this drafter kind, or None if gamma is fixed. `block` is as in
+        """Chooses the number of drafts for this drafter kind, or None if gamma is fixed. `block` and `rival` are as in
         AdaptiveGamma.
         """
         if self.costs is None:
             return None
         max_new = self.decoding.max_new
-        return AdaptiveGamma(self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new)
+        return AdaptiveGamma(
+            self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new, rival=rival
+        )
 
 
 class Replay(Enum):
@@ -82,11 +89,14 @@ class Replay(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BuiltDrafter:
-    """A drafter for one run, and the target's session, which keeps the hidden states that the drafter reads."""
+    """A drafter for one run, and the target's session, which keeps the hidden states that the drafter reads.
+    `adaptive` chooses how much a loaded drafter drafts.
+    """
 
     drafter: Drafter
     target: ModelSession
     replay: Replay = Replay.BY_ROUND
+    adaptive: AdaptiveGamma | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,7 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
         # Text is tokenized again for every draft, so drafts depend on the requested number.
-        return BuiltDrafter(drafter, target, Replay.NEVER)
+        return BuiltDrafter(drafter, target, Replay.NEVER, adaptive)
     own, block = inputs.open_session("drafter"), drafting_block(pair.drafter, pair.target)
     if block is None:
         return _model(inputs, own, target, inputs.adaptive(pair.drafter_kind, throughput))
@@ -139,18 +149,19 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
     """A drafter that reads hidden states."""
     session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
+    adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size)
     drafter = HeadDrafter(
         session,
         inputs.decoding,
         target.vocab_size,
         shares_noise=inputs.shares_noise,
-        adaptive=inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size),
+        adaptive=adaptive,
         observed=inputs.observed,
         # A session that shares a prefill already has the prompt's features; otherwise this is None.
         prefilled=target.take_features(),
         not_needed=target.keep_no_features,
     )
-    return BuiltDrafter(drafter, target)
+    return BuiltDrafter(drafter, target, adaptive=adaptive)
 
 
 def _cut(inputs: DrafterInputs) -> BuiltDrafter:
@@ -176,7 +187,7 @@ def _model(
         observed=inputs.observed,
         block=block,
     )
-    return BuiltDrafter(drafter, target, Replay.BY_TOKEN)
+    return BuiltDrafter(drafter, target, Replay.BY_TOKEN, adaptive)
 
 
 def _lookup(inputs: DrafterInputs) -> BuiltDrafter:
@@ -189,12 +200,14 @@ def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
     return BuiltDrafter(_suffix_drafter(inputs), inputs.open_session("target"))
 
 
-def _suffix_drafter(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> MatchDrafter:
+def _suffix_drafter(
+    inputs: DrafterInputs, throughput: ThroughputEstimate | None = None, rival: AdaptiveGamma | None = None
+) -> MatchDrafter:
     texts = inputs.caches.texts
     # An automaton cannot forget its oldest text, so a too large one is replaced by an empty one.
     if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
         texts[inputs.kind] = SuffixAutomaton()
-    adaptive = inputs.adaptive("suffix", throughput)
+    adaptive = inputs.adaptive("suffix", throughput, rival=rival)
     return MatchDrafter(texts[inputs.kind], adaptive=adaptive, observed=inputs.observed)
 
 
@@ -203,7 +216,8 @@ def _chain(inputs: DrafterInputs) -> BuiltDrafter:
     throughput = ThroughputEstimate()
     second = _loaded(inputs, throughput)
     kinds = ("suffix", inputs.pair.drafter_kind or "")
-    drafter = ChainDrafter(_suffix_drafter(inputs, throughput), second.drafter, kinds=kinds)
+    first = _suffix_drafter(inputs, throughput, rival=second.adaptive)
+    drafter = ChainDrafter(first, second.drafter, kinds=kinds)
     # One of them is chosen once per round, so drafts cannot be chained token by token.
     replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND
     return BuiltDrafter(drafter, second.target, replay)
