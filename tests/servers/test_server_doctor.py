@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sampling import autoregressive_steps
+from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
 from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
 from utils.decode.model_session import ModelSession
@@ -33,6 +34,7 @@ from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
@@ -243,6 +245,11 @@ def test_facts_come_from_pages_and_arguments() -> None:
     for _ in range(50_000):
         deep = {"a": deep}
     assert setup_facts(deep) == {}
+
+
+def test_drafts_that_no_round_has_reached_count() -> None:
+    drafts = ServerAcceptance(300, 1, 100, ((1, 100), (0, 1)))
+    assert _drafts_a_round([ServerText([], [], drafts)]) == 3
 
 
 @pytest.mark.parametrize(

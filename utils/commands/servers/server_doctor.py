@@ -483,7 +483,8 @@ def _drafts_a_round(texts: Sequence[ServerText]) -> int:
     """The number of drafts a round, by the server's counts."""
     longest = max(len(text.drafts.by_position) for text in texts)
     rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
-    return longest or max(1, round(max(drafted / max(1, count) for drafted, count in rounds)))
+    # A position that no round has reached is not among the positions.
+    return max(1, longest, round(max(drafted / max(1, count) for drafted, count in rounds)))
 
 
 def doctor(argument: str, context: CommandContext) -> Outcome:
