@@ -66,10 +66,11 @@ def test_what_vllm_must_be_told() -> None:
     assert scheduled["num_speculative_tokens_per_batch_size"] == [[1, 3, 5], [4, 16, 0]]
 
 
-def test_llama_cpp_needs_a_gguf_file() -> None:
-    for drafter, shown in (("org/small", "DRAFTER.gguf"), ("small.gguf", "small.gguf")):
-        line = words(Speculation("model", 4, drafter), "llama.cpp")
-        assert line[line.index("--spec-draft-model") + 1] == shown
+def test_llama_cpp_alone_takes_a_gguf_file() -> None:
+    for drafter, shown, other in (("org/small", "DRAFTER.gguf", "org/small"), ("small.gguf", "small.gguf", "DRAFTER")):
+        found = Speculation("model", 4, drafter)
+        line = words(found, "llama.cpp")
+        assert line[line.index("--spec-draft-model") + 1] == shown and config(found)["model"] == other
 
 
 def test_sglang_counts_the_token_before_the_drafts() -> None:

@@ -104,11 +104,18 @@ def test_llama_server_is_preferred_to_xllamacpp(monkeypatch: pytest.MonkeyPatch,
     assert command_line(Launch("llama.cpp", "a.gguf"), 1)[0] == server
 
 
-@pytest.mark.parametrize("values", [{}, {"drafter": NGRAM}, {"drafter": "small.gguf", "draft": 2}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({}, {"drafter": NGRAM}, {"drafter": "small.gguf", "draft": 2}),
+        {"drafter": "small.gguf", "flags": ("--spec-draft-sampling", "probabilistic")},
+    ],
+)
 def test_the_server_of_xllamacpp_takes_these_flags(values: dict[str, object], tmp_path: Path) -> None:
     words = command_line(Launch("llama.cpp", "a.gguf", context=64, program=fake_program(tmp_path), **values), 7)[1:]
     options = parser().parse_args(words)
     assert (options.model, options.host, options.port, options.ctx_size) == ("a.gguf", "127.0.0.1", 7, 64)
+    assert options.spec_draft_sampling is (True if "flags" in values else None)
 
 
 def test_servers_do_not_inherit_how_our_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -16,11 +17,13 @@ import torch
 from drafter_checkpoints import HIDDEN, layer_keys
 from fakes import VOCABULARY, Screen, TinyPair, records_of, tiny_pair
 from servers.decoding_server import DecodingServer, noisy_pair
+from servers.loopback_values import Faults
 from servers.server_sessions import server_session
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sampling import autoregressive_steps
+from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
 from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
 from utils.decode.model_session import ModelSession
@@ -31,11 +34,14 @@ from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
 PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
 LENGTH, RIGHT = 20, Conventions((2, 3, 4))
+SHORT = f"length={LENGTH} long=0"
+PACE = Faults(chunk_delay=0.01)  # of the baseline
 
 
 @pytest.fixture
@@ -49,14 +55,15 @@ def prompts(tmp_path: Path) -> Path:
 def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What the screen shows of an examination, and its findings."""
 
-    def run(server: DecodingServer, options: str = "long=0", *lines: str, pair: Any = "own") -> tuple[str, list[Any]]:
+    def run(
+        server: DecodingServer, options: str = SHORT, *lines: str, pair: Any = "own", baseline: str | None = None
+    ) -> tuple[str, list[Any]]:
         file = tmp_path / "doctor.jsonl"
-        with server:
+        with server, DecodingServer(pair=server.pair, fault="off", faults=PACE) as plain:
             loaded = server.pair if pair == "own" else pair
-            session = server_session(
-                *(view, ServerAddress("spec", server.url)), monkeypatch=monkeypatch, pair=loaded, records=file
-            )
-            for line in ("/chat off", *lines, f"/server doctor spec {prompts} length={LENGTH} {options}"):
+            addresses = ServerAddress("plain", plain.url), ServerAddress("spec", server.url, baseline=baseline)
+            session = server_session(view, *addresses, monkeypatch=monkeypatch, pair=loaded, records=file)
+            for line in ("/chat off", *lines, f"/server doctor spec {prompts} {options}"):
                 verdict = session.handle(line)
         out, messages = view.take()
         shown = " ".join(f"{out} {messages}".split())
@@ -123,16 +130,16 @@ def test_a_sound_server_is_called_sound(examined: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "options", "expected"),
     [
-        ("off", "long=0", "spec makes no drafts"),
-        ("cliff", "long=0", "before position 2 are accepted as expected, and at position 2 0.0"),
-        ("window", "long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
-        ("greedy drafts", "long=0", "the server drafts greedily at a temperature above 0"),
+        ("off", SHORT, "spec makes no drafts"),
+        ("cliff", SHORT, "before position 2 are accepted as expected, and at position 2 0.0"),
+        ("window", f"length={LENGTH} long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
+        ("greedy drafts", SHORT, "the server drafts greedily at a temperature above 0"),
     ],
 )
 def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
     pair = noisy_pair()
-    shown, _ = examined(DecodingServer(pair=pair, fault=fault), options, "/processor multinomial 2")
-    assert expected in shown
+    shown, _ = examined(DecodingServer(pair=pair, fault=fault), options)
+    assert expected in shown and ('"probabilistic"' in shown) == (fault == "greedy drafts")
 
 
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
@@ -157,6 +164,16 @@ def test_permuted_vocabulary_ids_are_no_reading(examined: Any) -> None:
 def test_a_sound_eagle_server_is_called_sound(examined: Any) -> None:
     shown, _ = examined(DecodingServer(pair=eagle_pair()))
     assert "Sound: drafts are accepted as expected" in shown
+
+
+def test_a_sound_server_that_is_slow_gets_the_cost_of_a_round(examined: Any) -> None:
+    slow = DecodingServer(pair=noisy_pair(), faults=Faults(chunk_delay=3 * PACE.chunk_delay))
+    shown, findings = examined(slow, baseline="plain")
+    assert {row["cause"] for row in findings} == {"sound, but slow"}
+    found = re.search(r"other reasons: (\S+)x \(.* the speed of plain with (\S+) tokens .* costs (\S+) decode", shown)
+    assert found is not None, shown
+    ratio, tokens, steps = map(float, found.groups())
+    assert 0.2 < ratio < 0.6 and tokens > 1 and steps == pytest.approx(tokens / ratio, rel=0.05)
 
 
 def test_other_clients_make_the_figures_unusable(examined: Any) -> None:
@@ -218,6 +235,9 @@ def test_facts_come_from_pages_and_arguments() -> None:
         "method": "EAGLE3",
         "choice of drafts": "1",
     }
+    # The page of llama.cpp has the defaults of requests, whose `speculative.types` is "none" although it drafts.
+    props = {"default_generation_settings": {"params": {"speculative.types": "none"}}, "model_path": "/models/a.gguf"}
+    assert setup_facts({**props, "model_ftype": "Q8_0"}) == {"quantization": "Q8_0"}
     assert setup_facts(None) == setup_facts([1]) == setup_facts({"method": {}}) == {}
     long = setup_facts({"speculative_algorithm": "\x1b[31m" + "x" * 500})
     assert len(long["method"]) <= 80 and "\x1b" not in long["method"]
@@ -225,6 +245,11 @@ def test_facts_come_from_pages_and_arguments() -> None:
     for _ in range(50_000):
         deep = {"a": deep}
     assert setup_facts(deep) == {}
+
+
+def test_drafts_that_no_round_has_reached_count() -> None:
+    drafts = ServerAcceptance(300, 1, 100, ((1, 100), (0, 1)))
+    assert _drafts_a_round([ServerText([], [], drafts)]) == 3
 
 
 @pytest.mark.parametrize(

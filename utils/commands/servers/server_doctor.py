@@ -67,6 +67,7 @@ OPTIONS = {
 }
 ATTEMPTS = 3  # requests of a prompt until its figures belong to this request alone
 SAME_TARGET = 0.8  # the share of its greedy text that a target of the same weights predicts, whatever its number format
+RULE = "rejection"  # for drafts drawn from the drafter's distribution; every program that samples drafts has it
 LEAST_READING = 0.05  # the first acceptance of a reading that can explain anything
 FILLER = "Background, which may be irrelevant:\n{}\n\n{}"
 EXAMPLE = "/server doctor spec"
@@ -461,7 +462,9 @@ class ServerExamination:
         if self.recorded:  # the pair ran on another machine
             return settings_elsewhere(started) if started is not None else []
         pair = self.harness.pair
-        return settings_elsewhere(speculation(pair, self.settings, self.draft or 1, kind=pair.drafter_kind))
+        made = speculation(pair, self.settings, self.draft or 1, kind=pair.drafter_kind)
+        # Texts were sampled even if this session is greedy, and the setting for that is the remedy.
+        return settings_elsewhere(replace(made, rule=RULE) if self.cause is DraftCause.GREEDY_DRAFTS else made)
 
 
 def _arguments(command: Sequence[str]) -> dict[str, Any]:
@@ -480,7 +483,8 @@ def _drafts_a_round(texts: Sequence[ServerText]) -> int:
     """The number of drafts a round, by the server's counts."""
     longest = max(len(text.drafts.by_position) for text in texts)
     rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
-    return longest or max(1, round(max(drafted / max(1, count) for drafted, count in rounds)))
+    # A position that no round has reached is not among the positions.
+    return max(1, longest, round(max(drafted / max(1, count) for drafted, count in rounds)))
 
 
 def doctor(argument: str, context: CommandContext) -> Outcome:

@@ -35,13 +35,7 @@ POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
 LONGEST_LINE = 4096  # characters
 # What servers report about their drafts, by its names in pages and start arguments of vLLM, SGLang and llama.cpp.
 SETUP = {
-    "method": (
-        "speculative_config.method",
-        "speculative_algorithm",
-        "speculative.types",
-        "speculative.type",
-        "spec_type",
-    ),
+    "method": ("speculative_config.method", "speculative_algorithm", "spec_type"),
     "drafter": (
         *("speculative_config.model", "speculative_draft_model_path", "spec_draft_model", "model_draft"),
         *("speculative.model", "speculative_config.draft_model_config.model"),
@@ -52,7 +46,7 @@ SETUP = {
     ),
     "choice of drafts": ("draft_sample_method", "speculative_eagle_topk", "speculative.p_min", "spec_draft_p_min"),
     "verification": ("rejection_sample_method", "acceptance_method"),
-    "quantization": ("model_config.quantization", "quantization", "model_path", "dtype"),
+    "quantization": ("model_config.quantization", "quantization", "model_ftype", "dtype"),
 }
 MOST_FIELDS, LONGEST_FACT = 5000, 80  # of a page, and characters
 

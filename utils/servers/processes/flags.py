@@ -132,8 +132,9 @@ def settings_elsewhere(found: Speculation) -> list[str]:
     for program, title in TITLES.items():
         missing = ", ".join(found.missing(program))
         if word := found.word(program):
-            is_other = program == LLAMA and found.drafter and not found.drafter.endswith(".gguf")
-            words = FLAGS[program](replace(found, drafter="DRAFTER.gguf") if is_other else found, word)
+            is_other = found.drafter and found.drafter.endswith(".gguf") != (program == LLAMA)
+            own = "DRAFTER.gguf" if program == LLAMA else "DRAFTER"
+            words = FLAGS[program](replace(found, drafter=own) if is_other else found, word)
             lines.append(f"{title}: {words[0] if program == TRANSFORMERS else shlex.join(words)}")
             if SCHEDULE_FILE in words:  # one draft length from each number of concurrent requests on
                 content = {str(first): {"candidate_steps": [drafts]} for first, _, drafts in found.schedule}

@@ -5,11 +5,12 @@ It runs as a script, in a Python that may have only xllamacpp, until it is termi
 
 import argparse
 import signal
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 # The type of each flag's value, and the fields of llama.cpp's parameters for it.
-FLAGS: dict[str, tuple[type, tuple[str, ...]]] = {
+FLAGS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "--model": (str, ("model.path",)),
     "--port": (int, ("port",)),
     "--ctx-size": (int, ("n_ctx",)),
@@ -19,6 +20,7 @@ FLAGS: dict[str, tuple[type, tuple[str, ...]]] = {
     "--spec-draft-model": (str, ("speculative.draft.mparams.path",)),
     "--spec-draft-n-max": (int, ("speculative.draft.n_max",)),
     "--spec-draft-p-min": (float, ("speculative.draft.p_min",)),
+    "--spec-draft-sampling": (lambda word: word == "probabilistic", ("speculative.draft.probabilistic",)),
     "--spec-ngram-simple-size-n": (int, ("speculative.ngram_simple.size_n",)),
     "--spec-ngram-simple-size-m": (int, ("speculative.ngram_simple.size_m",)),
 }
