@@ -74,9 +74,9 @@ class DFlashReference:
         """DFlash2's scores of the best candidates of a draft, by token. logits: (V,). state: (H,)."""
         known = self.weights["candidate_selector.hidden_projection.weight"] @ state
         known = known * self.weights["candidate_selector.predecessor_codebook"][previous]
-        best = sorted(range(len(logits)), key=lambda token: float(logits[token]))[-count:]
+        best = sorted(range(len(logits)), key=logits.tolist().__getitem__)[-count:]
         successors = self.weights["candidate_selector.successor_codebook"]
-        return {token: float(logits[token] + known @ successors[token]) for token in best}
+        return {token: (logits[token] + known @ successors[token]).item() for token in best}
 
     def attention(self, name: str, context: Tensor, slots: Tensor, rule: str) -> Tensor:
         known, rows, theta = len(context), torch.cat([context, slots]), self.keys["rope_theta"]

@@ -33,7 +33,7 @@ SCALES = (SCALE, "weight_scale_inv")  # the second is DeepSeek's name, and means
 # Scales of activations and caches, which keep their number format here.
 UNUSED = tuple(f"{name}_{kind}" for name in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
 FP8, INT32, FLOATS = "F8_E4M3", "I32", ("F32", "BF16", "F16", "F64")  # in safetensors
-EIGHT_BITS = {"I8": "int8", "U8": "uint8", FP8: "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+QUANTIZED = {"I8": "int8", "U8": "uint8", INT32: "int32", FP8: "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 USUAL_BLOCK = (128, 128)
 BITS, OFFSET = 4, 8  # of W4A16: its integers are stored without a sign
 ROWS = 1024  # that are dequantized at a time
@@ -220,12 +220,12 @@ def dequantized_model(
 def is_packed(tensor: StoredTensor) -> bool:
     """Whether it is a weight in 8 bits or fewer. Other tensors of bytes are masks and tables."""
     end = tensor.name.rpartition(".")[2]
-    return end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in EIGHT_BITS)
+    return end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in QUANTIZED)
 
 
 def unsupported(name: str, kind: str, stored: str) -> UserError:
     """An error for a checkpoint with a tensor in a number format that cannot be read."""
     return UserError(
-        f"'{name}' has weights in {EIGHT_BITS.get(kind, kind)} ({stored}), and this quantized format is not supported: "
+        f"'{name}' has weights in {QUANTIZED.get(kind, kind)} ({stored}), and this quantized format is not supported: "
         f"name one with weights in {SUPPORTED}."
     )

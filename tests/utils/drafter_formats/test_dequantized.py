@@ -11,7 +11,8 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, eagle3_tensors, speculators_config, write_checkpoint
 from drafter_runs import read
-from quantized_checkpoints import COMPRESSED, fp8_parts, int4_parts, quantized, scheme
+from mtp_checkpoints import deepseek_layers, tiny_glm, write_target
+from quantized_checkpoints import fp8_parts, int4_parts, quantized, scheme
 from safetensors.torch import load_file
 from shelf import load, refusal
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -121,3 +122,67 @@ def test_models_of_compressed_tensors_are_read_too(tmp_path, name, role):
     with torch.no_grad():
         assert torch.equal(found(prompt).logits, expected(prompt).logits)
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_mtp_layers_are_dequantized(tmp_path):
+    """Their experts are joined, and have a tensor and a scale each."""
+    target = tiny_glm(vocab_size=300)
+    layers = deepseek_layers(target, copies=False)
+    folders = [
+        write_target(tmp_path / str(index), target, tensors, tiny_tokenizer())
+        for index, tensors in enumerate(quantized(layers, FORMATS["FP8, usual blocks"][0]))
+    ]
+    found, expected = (load(folder, "mtp").drafter for folder in folders)
+    assert found is not None and expected is not None
+    assert all(torch.equal(part, expected.state_dict()[name]) for name, part in found.state_dict().items())
+
+
+FC = "fc.weight"
+
+
+def fc(**parts: Any) -> dict[str, Any]:
+    return {f"fc.{name}": part for name, part in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        (fc(weight=torch.ones(HIDDEN, 3 * HIDDEN, dtype=torch.int8), weight_scale=torch.ones(HIDDEN, 1)), "int8"),
+        (fc(weight=torch.ones(HIDDEN, 3 * HIDDEN).to(torch.float8_e5m2), weight_scale=torch.ones(1)), "float8_e5m2"),
+        (fc(weight=torch.ones(HIDDEN, 3 * HIDDEN).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+        (fc(weight=torch.ones(HIDDEN, 3 * HIDDEN).to(torch.float8_e4m3fn), weight_scale=torch.ones(3)), "scale"),
+        (
+            int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | {"fc.weight_shape": torch.tensor([HIDDEN, 48])},
+            "int32",
+        ),
+        (int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | {"fc.weight_scale": torch.ones(HIDDEN, 7)}, "int32"),
+        (fc(weight_packed=torch.ones(HIDDEN, 48, dtype=torch.uint8), weight_scale=torch.ones(HIDDEN, 6)), "uint8"),
+        (fc(qweight=torch.ones(12, HIDDEN, dtype=torch.int32), scales=torch.ones(1, HIDDEN)), "int32"),
+    ],
+)
+def test_other_formats_are_refused_with_those_that_are_read(tmp_path, tensors, word):
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    rest = {name: tensor for name, tensor in eagle3_tensors({}).items() if name != FC}
+    config = speculators_config({}) | {"quantization_config": {"quant_method": "any"}}
+    sentence = refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, rest | tensors))
+    assert word in sentence and "FP8" in sentence and "W4A16" in sentence and "fc." in sentence
+
+
+def test_a_scale_that_is_not_finite_is_refused(tmp_path):
+    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+    quantize, config = FORMATS["FP8, rows"]
+    stored, _ = quantized(eagle3_tensors({}), quantize)
+    stored["layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
+    folder = write_checkpoint(tmp_path / "drafter", speculators_config({}) | {"quantization_config": config}, stored)
+    assert "not finite (layers.0.mlp.up_proj.weight)" in refusal(tmp_path / "target", folder)
+
+
+def test_a_model_in_another_format_is_refused(tmp_path):
+    folder = save_folder(tmp_path, target_model(), tiny_tokenizer())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[f"{name}_packed"] = torch.zeros(tensors.pop(name).shape[0], 16, dtype=torch.uint8)
+    keys = scheme("nvfp4-pack-quantized", num_bits=4, type="float")
+    sentence = refusal(write_checkpoint(folder, config | {"quantization_config": keys}, tensors))
+    assert f"{name}_packed" in sentence and "W4A16" in sentence
