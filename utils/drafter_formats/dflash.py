@@ -317,9 +317,9 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
 def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead) -> None:
     """Raise UserError unless the heads of DSpark or the selector fit the vocabularies and the states."""
     if (selector := drafter.candidate_selector) is not None:
-        known = len(selector.predecessor_codebook)
-        if known < head.size or head.rows.out_features > head.size or head.vocabulary is not None:
-            raise misfit(checkpoint, f"its selector knows {known} tokens, not {head.size}, or drafts a part of them")
+        codes = len(selector.predecessor_codebook)
+        if codes < head.size or head.rows.out_features > head.size or head.vocabulary is not None:
+            raise misfit(checkpoint, f"its selector knows {codes} tokens, not {head.size}, or drafts a part of them")
     inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
     if (markov := drafter.markov_head) is not None:
         tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features

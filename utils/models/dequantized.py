@@ -33,10 +33,11 @@ SCALES = (SCALE, "weight_scale_inv")  # the second is DeepSeek's name, and means
 # Scales of activations and caches, which keep their number format here.
 UNUSED = tuple(f"{name}_{kind}" for name in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
 FP8, INT32, FLOATS = "F8_E4M3", "I32", ("F32", "BF16", "F16", "F64")  # in safetensors
+COMPRESSED_TENSORS = "compressed-tensors"
 QUANTIZED = {"I8": "int8", "U8": "uint8", INT32: "int32", FP8: "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 USUAL_BLOCK = (128, 128)
 BITS, OFFSET = 4, 8  # of W4A16: its integers are stored without a sign
-ROWS = 1024  # that are dequantized at a time
+ROWS = 256  # that are dequantized at a time
 SUPPORTED = (
     "float16, bfloat16 or float32, in FP8 (float8_e4m3fn) with a scale for each tensor, row or block, or in 4 bits of "
     "compressed-tensors (W4A16)"
@@ -104,7 +105,8 @@ class QuantizedWeight:
 def _unpacked(packed: Tensor) -> Tensor:
     """The integers (R, 8 W) of int32 words (R, W), which begin with the lowest bits."""
     words = packed[..., None] >> torch.arange(0, 32, BITS, dtype=torch.int32)
-    return (words & (2**BITS - 1)).flatten(1).float() - OFFSET
+    integers: Tensor = words & (2**BITS - 1)
+    return integers.flatten(1).float() - OFFSET
 
 
 def _zero_points(stored: Tensor, rows: int) -> Tensor:
@@ -124,7 +126,8 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
 
 def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, QuantizedWeight]:
     """The weights in supported formats by name, for the tensors and the `quantization_config` of a checkpoint."""
-    found, block = {}, _block(config)
+    found: dict[str, QuantizedWeight] = {}
+    block = _block(config)
     for name in stored:
         module, _, end = name.rpartition(".")
         if end not in (WEIGHT, PACKED):
@@ -153,7 +156,7 @@ def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> Quantiz
     if zeros is not None and zeros.shape != ((shape[0] + 7) // 8 if zeros.kind == INT32 else shape[0], groups):
         return None
     (rows, columns), scales = shape, (*parts[SCALE].shape, 1, 1)[:2]
-    for size in (*((1, columns), (rows, columns)), sizes, (1, sizes[1])):
+    for size in ((1, columns), (rows, columns), sizes):
         if min(size) > 0 and scales == (-(-rows // size[0]), -(-columns // size[1])) and len(parts[SCALE].shape) < 3:
             return QuantizedWeight(parts, (rows, columns), size)
     return None
@@ -186,12 +189,13 @@ def without_parts(
 def dequantized_model(
     source: Source, config: PreTrainedConfig, where: Placement
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A model that compressed-tensors stored, and transformers' loading info. None if it is stored otherwise.
+    """A model that compressed-tensors stored, or on a CPU one in FP8, and transformers' loading info. None for others.
 
     Then the config no longer says that it is quantized. Raises UserError for a format that is not supported, unless the
     package is there, with which transformers reads further ones.
     """
-    if stored_quantization(config) != "compressed-tensors":
+    method = stored_quantization(config)
+    if method != COMPRESSED_TENSORS and (method, where.device) != ("fp8", "cpu"):
         return None
     folder = downloaded_folder(source)
     files = [path for path in weight_files(folder) if path.is_file()]
@@ -199,12 +203,12 @@ def dequantized_model(
     weights = quantized_weights(stored, config.quantization_config)
     rest = without_parts(stored, weights)
     if odd := next((tensor for tensor in rest.values() if is_packed(tensor)), None):
-        if find_spec("compressed_tensors") is not None:
+        if method != COMPRESSED_TENSORS or find_spec("compressed_tensors") is not None:
             return None
         raise unsupported(source.name, odd.kind, odd.name)
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.bfloat16
-    needed = sum(prod(part.shape) for part in (*weights.values(), *rest.values())) * dtype.itemsize
-    check_free(source.name, needed, "cpu", "use --dtype bfloat16, or a smaller model")
+    shapes = [weight.shape for weight in weights.values()] + [tensor.shape for tensor in rest.values()]
+    check_free(source.name, sum(map(prod, shapes)) * dtype.itemsize, "cpu", "use --dtype bfloat16, or a smaller model")
     del config.quantization_config
     state = {name: tensor.read() for name, tensor in rest.items()}
     state |= {name: weight.read(dtype) for name, weight in weights.items()}
