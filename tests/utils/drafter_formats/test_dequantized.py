@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from utils.models.dequantized import ROWS
+from utils.drafter_formats.mtp import mtp_layers
+from utils.models.dequantized import ROWS, QuantizedWeight
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 24]}
 FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -71,12 +73,16 @@ def test_a_drafter_has_the_weights_of_the_formula(tmp_path, name):
         assert torch.equal(weight, weights[part]), part
 
 
-def test_weights_have_the_format_of_the_target(tmp_path):
+def test_weights_have_the_format_of_the_target(tmp_path, monkeypatch):
+    """From the beginning: in float32 they would take twice the memory."""
+    formats, read_weight = set(), QuantizedWeight.read
+    monkeypatch.setattr(QuantizedWeight, "read", lambda weight, dtype: formats.add(dtype) or read_weight(weight, dtype))
     target = save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
     stored, floats = drafter_folders(tmp_path, *FORMATS["W4A16, groups"])
     found, expected = (load(target, folder, dtype="bfloat16").drafter for folder in (stored, floats))
     assert found is not None and expected is not None
     assert all(torch.equal(part, expected.state_dict()[name]) for name, part in found.state_dict().items())
+    assert formats == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["FP8, blocks", "W4A16, zero points"])
 def test_nothing_is_larger_than_the_final_weight(tmp_path, name):
     quantize, config = FORMATS[name]
-    stored, _ = quantized({"a.weight": torch.randn(8 * ROWS, 16)}, quantize)
+    stored, _ = quantized({"a.weight": torch.randn(4096, 16)}, quantize)
     checkpoint = read(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
     (weight,) = checkpoint.quantized.values()
     with Largest() as largest:
@@ -122,6 +128,8 @@ def test_models_are_read_too(tmp_path, name, role):
     stored, meant = quantized(load_file(folders[0] / "model.safetensors"), quantize)
     write_checkpoint(folders[0], config | {"quantization_config": keys}, stored)
     write_checkpoint(folders[1], config, meant)
+    for folder in folders:
+        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5]}), encoding="utf-8")
     found, expected = (getattr(load(folder if role == "target" else folders[1], folder), role) for folder in folders)
     prompt = torch.tensor([[7, 11, 2, 29]])
     with torch.no_grad():
@@ -138,6 +146,10 @@ def test_mtp_layers_are_dequantized(tmp_path):
         for index, tensors in enumerate(quantized(layers, FORMATS["FP8, usual blocks"][0]))
     ]
     found, expected = (load(folder, "mtp").drafter for folder in folders)
+    experts = replace(mtp_layers(read(folders[0])), dtype=torch.bfloat16).tensors()[
+        "layer.mtp_block.mlp.experts.down_proj"
+    ]
+    assert experts.dtype == torch.bfloat16 and experts.dim() == 3
     assert found is not None and expected is not None
     assert all(torch.equal(part, expected.state_dict()[name]) for name, part in found.state_dict().items())
 
