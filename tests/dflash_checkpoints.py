@@ -1,4 +1,4 @@
-"""Random DFlash and DSpark checkpoints in the layouts of z-lab and of speculators."""
+"""Random DFlash, DFlash2 and DSpark checkpoints in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def tensors_of(
         shapes |= {"confidence_head.proj.weight": (1, confidence), "confidence_head.proj.bias": (1,)}
     tensors = random_tensors(shapes, seed=1)
     return tensors | (draft_vocabulary(vocabulary, every, seed=2) if every > 1 else {})
+
+
+def dflash2_tensors(layers: int = 1, *, taps: int = 2, groups: int = 4, rank: int = 6) -> Any:
+    """Those of a DFlash drafter, with convolutions and a selector."""
+    shapes: dict[str, tuple[int, ...]] = {"candidate_selector.hidden_projection.weight": (rank, HIDDEN)}
+    for name in ("predecessor", "successor"):
+        shapes[f"candidate_selector.{name}_codebook"] = (VOCABULARY, rank)
+    for index in range(layers):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{index}.{name}.base_kernel"] = (2, taps, HIDDEN)
+            shapes[f"layers.{index}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
+    return tensors_of(layers=layers) | random_tensors(shapes, seed=4)
 
 
 def zlab_config(layers: int = 1, **others: Any) -> dict[str, Any]:

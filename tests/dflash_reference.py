@@ -1,4 +1,4 @@
-"""DFlash and DSpark in plain tensor operations, without a cache, written from the equations alone."""
+"""DFlash, DFlash2, JetSpec and DSpark in plain tensor operations, without a cache, written from the equations alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def sees(rule: str, window: int, place: int, slot: int) -> bool:
         return place >= -window
     if rule == "specforge":  # the window ends at the slot, and never cuts the block
         return place <= slot and (place >= 0 or slot - place < window)
+    if rule == "zlab, not causal":
+        return place >= 0 or slot - place < window
+    if rule == "causal":
+        return place <= slot
     return True
 
 
@@ -40,11 +44,39 @@ class DFlashReference:
         """States (B, H) of the slots. features: (S, F) of all positions before them. embedded: (B, H) of the slots."""
         context, states = self.norm("hidden_norm", features @ self.weights["fc.weight"].T), embedded
         for index, rule in enumerate(self.rules):
-            normed = self.norm(f"layers.{index}.input_layernorm", states)
-            states = states + self.attention(f"layers.{index}.self_attn", context, normed, rule)
-            normed = self.norm(f"layers.{index}.post_attention_layernorm", states)
-            states = states + mlp(self.weights, f"layers.{index}.mlp.", normed)
+            normed, name = self.norm(f"layers.{index}.input_layernorm", states), f"layers.{index}.attention_conv"
+            attended = self.attention(
+                f"layers.{index}.self_attn", context, self.convolved(name, normed, normed, 0), rule
+            )
+            states = states + self.convolved(name, normed, attended, 1)
+            normed, name = self.norm(f"layers.{index}.post_attention_layernorm", states), f"layers.{index}.mlp_conv"
+            output = mlp(self.weights, f"layers.{index}.mlp.", self.convolved(name, normed, normed, 0))
+            states = states + self.convolved(name, normed, output, 1)
         return self.norm("norm", states)
+
+    def convolved(self, name: str, driver: Tensor, x: Tensor, side: int) -> Tensor:
+        """DFlash2's convolution of x (B, H), whose changes depend on driver (B, H): out_i,c is the sum over taps t of
+        (base_t,c + delta_i,t,g(c)) x_i-t,c. side: 0 before, 1 after the part of the layer.
+        """
+        if f"{name}.base_kernel" not in self.weights:
+            return x
+        base = self.weights[f"{name}.base_kernel"]
+        delta = driver @ self.weights[f"{name}.kernel_projection.weight"].T
+        taps, groups, output = base.shape[1], delta.shape[1] // (2 * base.shape[1]), torch.zeros_like(x)
+        for slot in range(len(x)):
+            for tap in range(min(taps, slot + 1)):
+                for channel in range(x.shape[1]):
+                    change = delta[slot, (side * taps + tap) * groups + channel * groups // x.shape[1]]
+                    output[slot, channel] += (base[side, tap, channel] + change) * x[slot - tap, channel]
+        return output
+
+    def selected(self, logits: Tensor, state: Tensor, previous: int, count: int) -> dict[int, float]:
+        """DFlash2's scores of the best candidates of a draft, by token. logits: (V,). state: (H,)."""
+        known = self.weights["candidate_selector.hidden_projection.weight"] @ state
+        known = known * self.weights["candidate_selector.predecessor_codebook"][previous]
+        best = sorted(range(len(logits)), key=logits.tolist().__getitem__)[-count:]
+        successors = self.weights["candidate_selector.successor_codebook"]
+        return {token: (logits[token] + known @ successors[token]).item() for token in best}
 
     def attention(self, name: str, context: Tensor, slots: Tensor, rule: str) -> Tensor:
         known, rows, theta = len(context), torch.cat([context, slots]), self.keys["rope_theta"]

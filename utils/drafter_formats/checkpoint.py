@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.files import check_regular
+from utils.models.dequantized import (
+    QuantizedWeight,
+    StoredTensor,
+    is_packed,
+    quantized_weights,
+    stored_tensors,
+    unsupported,
+    without_parts,
+)
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.sources import Source, found_file
 
@@ -24,7 +32,6 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 PREFIX = "model."  # some exports put it before every name
 DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
-EIGHT_BITS = {"I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # in safetensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,13 +40,16 @@ class DrafterCheckpoint:
     """A drafter's files.
 
     `name` is for messages, `config` is config.json, and `shapes` are those of the tensors by name. `files` has the file
-    of each tensor, and its name there.
+    of each tensor, and its name there. `quantized` has, by the same pairs, the weights that are dequantized when they
+    are read, to the number format `dtype`.
     """
 
     name: str
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     files: Mapping[str, tuple[Path, str]]
+    quantized: Mapping[tuple[Path, str], QuantizedWeight] = field(default_factory=dict, kw_only=True)
+    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read these tensors, or all. Raises UserError for one that is missing, damaged or not finite."""
@@ -52,34 +62,26 @@ class DrafterCheckpoint:
                 with safe_open(path, framework="pt") as file:
                     for name in wanted:
                         if self.files[name][0] == path:
-                            read[name] = file.get_tensor(self.files[name][1])
+                            weight = self.quantized.get(self.files[name])
+                            read[name] = weight.read(self.dtype) if weight else file.get_tensor(self.files[name][1])
         for name, tensor in read.items():
             self._check(name, tensor)
         return read
 
     def check_types(self) -> None:
-        """Raise UserError for weights in 8 bits, without reading them."""
+        """Raise UserError for weights in 8 bits or fewer that cannot be dequantized, without reading them."""
         with explained_errors(self.name):
             for path in sorted({path for path, _ in self.files.values()}):
-                with safe_open(path, framework="pt") as file:
-                    for name, (place, stored) in self.files.items():
-                        kind = file.get_slice(stored).get_dtype() if place == path else ""
-                        # Other tensors of bytes are masks and tables.
-                        if name.endswith(".weight") and kind in EIGHT_BITS:
-                            raise self._quantized(stored, EIGHT_BITS[kind])
-
-    def _quantized(self, stored: str, kind: str) -> UserError:
-        return UserError(
-            f"'{self.name}' has weights in {kind} ({stored}), and quantized drafters are not supported: name one "
-            "with weights in float16, bfloat16 or float32."
-        )
+                for tensor in stored_tensors(path):
+                    if is_packed(tensor) and (path, tensor.name) not in self.quantized:
+                        raise unsupported(self.name, tensor.kind, tensor.name)
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if name in ID_TENSORS:
             return
         stored = self.stored_name(name)
         if tensor.dtype not in FLOATS:
-            raise self._quantized(stored, str(tensor.dtype).removeprefix("torch."))
+            raise unsupported(self.name, str(tensor.dtype).removeprefix("torch."), stored)
         if not torch.isfinite(tensor).all():
             raise UserError(f"'{self.name}' has weights that are not finite ({stored}): fetch or copy it again.")
 
@@ -125,8 +127,13 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         found = _weight_files(source)
         if config is None or not found:
             return None
-        shapes, files = _tensor_names([Path(path) for path in found])
-    return DrafterCheckpoint(source.name, config, shapes, files)
+        stored = _tensor_names([Path(path) for path in found])
+        weights = quantized_weights(stored, config.get("quantization_config"))
+        named = without_parts(stored, weights) | weights
+    files = {name: (tensor.path, tensor.name) for name, tensor in named.items()}
+    quantized = {files[name]: weight for name, weight in weights.items()}
+    shapes = {name: tensor.shape for name, tensor in named.items()}
+    return DrafterCheckpoint(source.name, config, shapes, files, quantized=quantized)
 
 
 def _weight_files(source: Source) -> list[str]:
@@ -152,17 +159,12 @@ def _json(source: Source, name: str) -> Any:
     return content
 
 
-def _tensor_names(paths: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    files: dict[str, tuple[Path, str]] = {}
+def _tensor_names(paths: list[Path]) -> dict[str, StoredTensor]:
+    named: dict[str, StoredTensor] = {}
     for path in paths:
-        check_regular(path)
-        with safe_open(path, framework="pt") as file:
-            # safe_open is not a mapping, so it can only be iterated through keys().
-            for stored in file.keys():  # noqa: SIM118
-                name = stored.removeprefix(PREFIX)
-                if name in shapes:
-                    raise SafetensorError(f"{name} is stored twice")
-                shapes[name] = tuple(file.get_slice(stored).get_shape())
-                files[name] = path, stored
-    return shapes, files
+        for tensor in stored_tensors(path):
+            name = tensor.name.removeprefix(PREFIX)
+            if name in named:
+                raise SafetensorError(f"{name} is stored twice")
+            named[name] = tensor
+    return named

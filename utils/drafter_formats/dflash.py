@@ -1,5 +1,5 @@
-"""DFlash and DSpark drafters in the layouts of z-lab, SpecForge, DeepSpec and speculators: all drafts of a round from
-one pass over a block of mask tokens (arXiv 2602.06036; arXiv 2607.05147).
+"""DFlash, DFlash2, DSpark and JetSpec drafters in the layouts of z-lab, SpecForge, DeepSpec, speculators and JetSpec:
+all drafts of a round from one pass over a block of mask tokens (arXiv 2602.06036; arXiv 2607.05147; arXiv 2606.18394).
 
 Keys of the config stand at the top level or under `dflash_config`. Layer ids are outputs of layers in
 `target_layer_ids` (z-lab, SpecForge, DeepSpec), and hidden states in `aux_hidden_state_layer_ids` (speculators).
@@ -26,6 +26,7 @@ from utils.decode.features import layer_count
 from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.dflash2 import CandidateSelector, add_convolutions, entering, is_dflash2
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
@@ -44,10 +45,14 @@ RENAMED = {"logit_head.": ""}  # of early SpecForge files
 BESIDES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
+CAUSAL = ("is_causal", "causal", "causal_head")  # of z-lab, of vLLM and NeMo, and of JetSpec, in the order of vLLM
+UNLIMITED = 2**31  # positions of a window without an end
 FROM_ANCHOR = "sample_from_anchor"
 MOST_SLOTS = 1024  # published blocks have 7 to 16
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 CONFIDENCE = "confidence_head.proj.weight"
+# Of DFlash2: factors of the embedding and of the logits, and the limit of a soft cap.
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 VANILLA, GATED, RECURRENT = "vanilla", "gated", "rnn"
 MARKOV_KINDS = (VANILLA, GATED, RECURRENT)
 
@@ -99,14 +104,15 @@ def layer_pass(
     are those of these positions and of the block.
     """
     attention, new = layer.self_attn, len(context)
-    normed = layer.input_layernorm(states)
+    normed, leaving = entering(layer, "attention_conv", layer.input_layernorm(states))
     _remember(attention, context, tables[:new], kept)
     keys, values = _remember(attention, normed, tables[new:], kept)
     queries = tables[new:].rotate(attention.q_norm(_heads(attention.q_proj(normed), attention)))
     attended = _attend(queries, keys, values, window)
     kept.crop(-len(states))
-    states = states + attention.o_proj(attended)
-    output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
+    states = states + leaving(attention.o_proj(attended))
+    normed, leaving = entering(layer, "mlp_conv", layer.post_attention_layernorm(states))
+    output: Tensor = states + leaving(layer.mlp(normed))
     return output
 
 
@@ -206,7 +212,7 @@ class BlockCache:
 
 
 class DFlash(BlockDrafter):
-    """A DFlash drafter, or with a Markov head or a confidence head a DSpark drafter.
+    """A DFlash drafter, with a Markov head or a confidence head a DSpark drafter, or with a selector a DFlash2 drafter.
 
     `config` is that of its layers, with the target's vocabulary size.
     """
@@ -228,6 +234,12 @@ class DFlash(BlockDrafter):
         self.markov_head = MarkovHead(checkpoint, hidden) if checkpoint.has(*MARKOV) else None
         has_confidence = checkpoint.has(CONFIDENCE)
         self.confidence_head = ConfidenceHead(checkpoint.shapes[CONFIDENCE][1]) if has_confidence else None
+        self.candidate_selector, self.embedding_scale = None, 1.0
+        if is_dflash2(checkpoint):
+            add_convolutions(self.layers, checkpoint)
+            scale, *logits = (float(setting(checkpoint, key) or usual) for key, usual in SCALES.items())
+            self.candidate_selector = CandidateSelector(checkpoint, hidden, block.candidates, (logits[0], logits[1]))
+            self.embedding_scale = scale
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
@@ -240,7 +252,7 @@ class DFlash(BlockDrafter):
         context = self.hidden_norm(self.fc(features))
         slots = tokens.new_full((self.block.slots,), self.block.mask_token)
         slots[0] = tokens[-1]
-        states = self.embed_tokens(slots).to(context.dtype)
+        states = self.embed_tokens(slots).to(context.dtype) * self.embedding_scale
         positions = torch.arange(first, first + len(features) + len(slots), device=features.device)
         tables = Tables(*(table[0] for table in self.rotary(states, positions[None])))
         for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
@@ -250,6 +262,9 @@ class DFlash(BlockDrafter):
         return logits
 
     def conditioned(self, logits: Tensor, index: int, previous: int, cache: BlockCache) -> Tensor:
+        if self.candidate_selector is not None:
+            selected: Tensor = self.candidate_selector(logits, cache.states[index : index + 1], previous)
+            return selected
         if self.markov_head is None:
             return logits
         memory = cache.memories[index - 1] if index else None
@@ -291,7 +306,8 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     with torch.device("meta"):  # random weights would take time and memory
         drafter = DFlash(config, block, conventions, checkpoint)
     load_exactly(drafter, checkpoint, besides=BESIDES)
-    embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=True)  # as z-lab's program
+    # As z-lab's program, which has a factor of its own for DFlash2.
+    embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=not is_dflash2(checkpoint))
     head = load_head(checkpoint, target, config.hidden_size)
     _check_heads(checkpoint, drafter, head)
     share_parts(drafter, embedding, head, target)
@@ -299,7 +315,11 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
 
 
 def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead) -> None:
-    """Raise UserError unless the heads of DSpark fit the vocabularies and the states."""
+    """Raise UserError unless the heads of DSpark or the selector fit the vocabularies and the states."""
+    if (selector := drafter.candidate_selector) is not None:
+        codes = len(selector.predecessor_codebook)
+        if codes < head.size or head.rows.out_features > head.size or head.vocabulary is not None:
+            raise misfit(checkpoint, f"its selector knows {codes} tokens, not {head.size}, or drafts a part of them")
     inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
     if (markov := drafter.markov_head) is not None:
         tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features
@@ -315,21 +335,24 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
 class BlockConfig:
     """A block of `slots` tokens: the last known one and mask tokens.
 
-    `windows` has one entry per layer: its sliding attention, or None. `target_layers` is the number of the target's
-    layers.
+    `windows` has one entry per layer: its sliding or causal attention, or None. `target_layers` is the number of the
+    target's layers, and `candidates` that of DFlash2's selector.
     """
 
     slots: int
     mask_token: int
     windows: tuple[Window | None, ...]
     target_layers: int
+    candidates: int = 0
 
 
 def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> BlockConfig:
     """Read it. Raises UserError for keys that are missing or not usable."""
     slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2, MOST_SLOTS)
-    mask_token = _number(checkpoint, "mask_token_id", 0, vocabulary_size(target) - 1)
-    return BlockConfig(slots, mask_token, _windows(checkpoint), layer_count(target))
+    tokens = vocabulary_size(target)
+    mask_token = _number(checkpoint, "mask_token_id", 0, tokens - 1)
+    candidates = _number(checkpoint, "selector_top_k", 1, tokens) if is_dflash2(checkpoint) else 0
+    return BlockConfig(slots, mask_token, _windows(checkpoint), layer_count(target), candidates)
 
 
 def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
@@ -354,7 +377,8 @@ def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
 def check_supported(checkpoint: DrafterCheckpoint) -> None:
     """Raise UserError for relatives of DFlash that compute something else."""
     declared = [checkpoint.config.get(SPECULATORS), setting(checkpoint, "projector_type")]
-    if found := next((str(name) for name in declared if name and str(name).lower() not in TYPES), None):
+    types = (*TYPES, "dflash2") if is_dflash2(checkpoint) else TYPES
+    if found := next((str(name) for name in declared if name and str(name).lower() not in types), None):
         raise _unsupported(checkpoint, f"is a drafter of the kind {found}")
     if checkpoint.has("layers.0.pre_feedforward_layernorm.weight"):
         raise _unsupported(checkpoint, "has layers of Gemma")
@@ -409,6 +433,12 @@ def _default_ids(layers: int, drafter_layers: int) -> list[int]:
 
 def _windows(checkpoint: DrafterCheckpoint) -> tuple[Window | None, ...]:
     moves = SPECULATORS not in checkpoint.config
-    causal = moves or not checkpoint.config.get("sliding_window_non_causal")
-    sizes = sliding_sizes(checkpoint)
-    return tuple(None if size is None else Window(size, moves=moves, causal=causal) for size in sizes)
+    # The default of speculators depends on its type.
+    usual = moves or not checkpoint.config.get("sliding_window_non_causal", is_dflash2(checkpoint))
+    declared = next((value for key in CAUSAL if (value := setting(checkpoint, key)) is not None), None)
+    if declared not in (None, True, False):
+        raise _unsupported(checkpoint, f"declares causal attention as {declared!r:.40}")
+    causal = usual if declared is None else bool(declared)
+    # What is declared holds for all layers; otherwise only sliding ones are causal.
+    windows = (size or (UNLIMITED if declared else None) for size in sliding_sizes(checkpoint))
+    return tuple(None if size is None else Window(size, moves=moves, causal=causal) for size in windows)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
+from utils.drafter_formats.dflash2 import is_dflash2
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.errors import UserError
@@ -38,6 +39,7 @@ class DrafterFormat:
 FORMATS = (
     DrafterFormat("P-EAGLE", is_peagle, load_peagle, is_ambiguous),
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3, is_ambiguous),
+    DrafterFormat("DFlash2", is_dflash2, load_dflash),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
     DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
@@ -48,6 +50,7 @@ def format_of(checkpoint: DrafterCheckpoint) -> DrafterFormat | None:
     """The format of a checkpoint, or None if it is a model. Raises UserError for a drafter that is not supported."""
     known = next((row for row in FORMATS if row.recognises(checkpoint)), None)
     if known is None and (name := _unsupported(checkpoint)):
+        checkpoint.check_types()  # names of quantized tensors hide the format
         formats = ", ".join(row.name for row in FORMATS)
         raise UserError(
             f"'{checkpoint.name}' is a drafter of the format {name}, which is not supported: name a model, or a "

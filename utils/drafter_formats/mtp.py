@@ -237,10 +237,11 @@ class JoinedExperts(DrafterCheckpoint):
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read these tensors, or all. Raises UserError for one that is missing, damaged or not finite."""
         wanted = list(self.shapes if names is None else names)
-        read = self.separate.tensors([name for name in wanted if name not in self.joined])
+        separate = replace(self.separate, dtype=self.dtype)
+        read = separate.tensors([name for name in wanted if name not in self.joined])
         for name in wanted:
             if name in self.joined:
-                parts = self.separate.tensors([part for expert in self.joined[name] for part in expert])
+                parts = separate.tensors([part for expert in self.joined[name] for part in expert])
                 read[name] = torch.stack([torch.cat([parts[part] for part in expert]) for expert in self.joined[name]])
         return read
 

@@ -28,6 +28,7 @@ from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
+from utils.models.dequantized import dequantized_model
 from utils.models.devices import Placement
 from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
@@ -59,7 +60,7 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
         # Downloads and conversions have progress bars of their own.
         has_bar = source.hub_arguments is not None or source.gguf
         with nullcontext() if has_bar else counted_seconds(where.report, f"loading {source.name}"):
-            model, loading_info = auto.from_pretrained(
+            model, loading_info = dequantized_model(source, config, where) or auto.from_pretrained(
                 source.location,
                 config=config,  # reading it again would take seconds for a GGUF file
                 dtype=where.dtype,

@@ -82,7 +82,7 @@ def load_from_files(
     model = empty_model(config, dtype)
     if isinstance(read_decoder(model), str):
         return None
-    folder = _folder(source)
+    folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):
         return None
     size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
@@ -136,7 +136,7 @@ def model_files(source: Source) -> list[Path]:
     return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
 
 
-def _folder(source: Source) -> Path:
+def downloaded_folder(source: Source) -> Path:
     """Where the files of a checkpoint are. They are downloaded if necessary."""
     if source.hub_arguments is None:
         return Path(source.location)

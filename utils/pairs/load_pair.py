@@ -273,7 +273,7 @@ def _load_published(
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name), quiet():
-        drafter = known.load(checkpoint, target.model)
+        drafter = known.load(replace(checkpoint, dtype=target.model.dtype), target.model)
     drafter.name_or_path, drafter.is_ambiguous = checkpoint.name, known.is_ambiguous(checkpoint)
     name = f"head of {target.name}" if kind == HEAD else f"{checkpoint.name} ({known.name})"
     return LoadedDrafter(drafter, name, kind)

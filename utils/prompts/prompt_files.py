@@ -17,7 +17,7 @@ from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt without one
 NO_PROMPT = '{}: a JSON line needs a "prompt" or "turns", for example {{"prompt": "Hello"}}.'
-BAD_PROMPT = '{}: "prompt" must be a text that is not blank.'
+BAD_PROMPT = '{}: "{}" must be a text that is not blank.'
 BAD_TURNS = '{}: "turns" must be a list of texts that are not blank, for example {{"turns": ["Hello", "And then?"]}}.'
 NOT_FETCHED = (
     "{}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches the "
@@ -40,6 +40,8 @@ SPEED_BENCH_FIELDS = ("sub_category", "multiturn", "src_id", "difficulty")
 ENTROPY_BANDS = frozenset(("low_entropy", "mixed", "high_entropy"))
 # SPEED-Bench is published without the texts of datasets that may not be copied.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+# In GSM8K, MATH-500 and MBPP. With HumanEval and MT-bench these are the sets spec_al_gsm8k and so on of AIPerf.
+OTHER_PROMPTS = ("question", "problem", "text")
 Item = TypeVar("Item")
 
 
@@ -103,15 +105,14 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
     """The user's messages, at least one."""
-    if "turns" not in entry and "prompt" not in entry:
+    if (name := next((name for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)) is None:
         raise UserError(NO_PROMPT.format(where))
-    name = "turns" if "turns" in entry else "prompt"
     found = entry[name]
     # Some copies of MT-bench have a list of turns in "prompt".
     turns = found if isinstance(found, list) else [] if name == "turns" else [found]
     texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()]
     if not texts or len(texts) < len(turns):
-        raise UserError((BAD_TURNS if name == "turns" else BAD_PROMPT).format(where))
+        raise UserError(BAD_TURNS.format(where) if name == "turns" else BAD_PROMPT.format(where, name))
     if any(text.startswith(PLACEHOLDER) for text in texts):
         raise UserError(NOT_FETCHED.format(where))
     return texts

@@ -71,6 +71,30 @@ def test_a_folder_stands_for_its_files_in_the_order_of_their_lengths(tmp_path: P
         list(read_prompts(tmp_path / "empty"))
 
 
+def test_the_sets_of_aiperf_are_read_as_they_are_published(tmp_path: Path) -> None:
+    """spec_al_gsm8k, spec_al_math500, spec_al_humaneval, spec_al_mbpp and spec_al_mtbench, with AIPerf's columns."""
+    rows = [
+        {"question": "How many eggs?", "answer": "She has 9.\n#### 9"},
+        {"problem": "Solve $x = 1$.", "solution": "1", "answer": "1", "subject": "Algebra", "level": 1},
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f(x):\n",
+            "canonical_solution": "return x",
+            "test": "",
+            "entry_point": "f",
+        },
+        {"task_id": 11, "text": "Write a function.", "code": "def f(): ...", "test_list": ["assert f()"]},
+        {"category": "writing", "prompt": ["Write.", "Again."], "prompt_id": 81, "reference": []},
+    ]
+    gsm8k, math, code, mbpp, chat = read_prompts(file_of(tmp_path, *rows))
+    assert [gsm8k, math, code, mbpp] == [
+        Prompt(text) for text in ("How many eggs?", "Solve $x = 1$.", "def f(x):\n", "Write a function.")
+    ]
+    assert chat == Prompt("Write.", "writing", ("Again.",))
+    with pytest.raises(UserError, match='line 1: "question" must be'):
+        list(read_prompts(file_of(tmp_path, {"question": " "})))
+
+
 def test_other_conversations_have_no_benchmark(tmp_path: Path) -> None:
     rows = [
         {"turns": ["a", "b"], "task": "chat"},

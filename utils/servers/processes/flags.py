@@ -18,19 +18,20 @@ TITLES = {VLLM: "vLLM", SGLANG: "SGLang", LLAMA: LLAMA, TRANSFORMERS: TRANSFORME
 LOOKUP, SUFFIX = "lookup", "suffix"
 MATCHES = 2, 5  # tokens of the n-grams that lookup searches for, at least and at most
 EAGLE, PEAGLE, DFLASH, DSPARK, OWN, GEMMA = "EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "MTP", "Gemma-4-assistant"
+DFLASH2 = "DFlash2"  # whose files say what they are, so its word is that of DFlash
 # The words of each program for drafter kinds, which are named as in records. A kind without one is not supported.
 WORDS: Mapping[str, Mapping[str, str]] = {
     VLLM: {
         **{MODEL: "draft_model", PARD: "draft_model", EAGLE: "eagle3", PEAGLE: "eagle3", DFLASH: "dflash"},
-        **{DSPARK: "dspark", OWN: "mtp", GEMMA: "mtp", LOOKUP: "ngram", SUFFIX: "suffix"},
+        **{DSPARK: "dspark", DFLASH2: "dflash", OWN: "mtp", GEMMA: "mtp", LOOKUP: "ngram", SUFFIX: "suffix"},
     },
     SGLANG: {
         **{MODEL: "STANDALONE", EAGLE: "EAGLE3", DFLASH: "DFLASH", DSPARK: "DSPARK", OWN: "NEXTN", GEMMA: "NEXTN"},
-        LOOKUP: "NGRAM",
+        **{DFLASH2: "DFLASH", LOOKUP: "NGRAM"},
     },
     LLAMA: {
         **{MODEL: "draft-simple", EAGLE: "draft-eagle3", DFLASH: "draft-dflash", DSPARK: "draft-dspark"},
-        **{OWN: "draft-mtp", GEMMA: "draft-mtp", LOOKUP: "ngram-simple"},
+        **{DFLASH2: "draft-dflash", OWN: "draft-mtp", GEMMA: "draft-mtp", LOOKUP: "ngram-simple"},
     },
     TRANSFORMERS: {MODEL: "model", GEMMA: "model", OWN: "mtp", LOOKUP: "lookup", LAYERS: "layers"},
 }
