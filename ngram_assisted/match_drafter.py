@@ -4,6 +4,7 @@ LongestMatch is prompt lookup (Saxena 2023, "Prompt Lookup Decoding"). SuffixAut
 2024, arXiv 2411.04975).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,39 @@ def buckets_of(matches: Sequence[Match]) -> list[Bucket]:
     return [("match", match.length) for match in matches]
 
 
+class TextDrafter(ABC):
+    """Drafts that are found by matches in earlier text. `adaptive` chooses how many; without it, as many as requested.
+    `observed` adds the lengths of the matches.
+    """
+
+    def __init__(self, adaptive: AdaptiveGamma | None, *, observed: bool) -> None:
+        self._adaptive, self._observed = adaptive, observed
+        self._round: list[Match] = []
+
+    @abstractmethod
+    def _matches(self, context: list[int], count: int) -> list[Match]:
+        """At most `count` drafts."""
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        if self._adaptive is not None:
+            self._adaptive.begin(prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        matches = self._matches(context, count)
+        if self._adaptive is not None:
+            self._adaptive.follow(context)
+            matches = matches[: self._adaptive.best(buckets_of(matches))]
+        self._round = matches
+        evidence = DraftEvidence(match_lengths=[match.length for match in matches]) if self._observed else None
+        return Draft([match.token for match in matches], evidence=evidence)
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        if self._adaptive is not None:
+            accepted = matching_prefix([match.token for match in self._round], context[verified.start :])
+            self._adaptive.learn(buckets_of(self._round), accepted)
+        self._round = []
+
+
 class MatchIndex(Protocol):
     """A growing text that proposes how it may continue."""
 
@@ -39,41 +73,30 @@ class MatchIndex(Protocol):
         """At most `count` tokens that may follow."""
 
 
-class MatchDrafter:
+class MatchDrafter(TextDrafter):
     """Drafts what an index of earlier text predicts.
 
-    `index` receives the prompt and every new token, and is never reset here. `adaptive` chooses the number of drafts.
+    `index` receives the prompt and every new token, and is never reset here.
     """
 
     def __init__(self, index: MatchIndex, *, adaptive: AdaptiveGamma | None = None, observed: bool = False) -> None:
-        self._index, self._adaptive, self._observed = index, adaptive, observed
-        self._round: list[Match] = []
+        super().__init__(adaptive, observed=observed)
+        self._index = index
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        if self._adaptive is not None:
-            self._adaptive.begin(prompt, context)
+        super().begin(prompt, context)
         self._index.separate()
         self._index.extend(prompt)
         if context != prompt:  # the prompt went to an encoder
             self._index.separate()
             self._index.extend(context)
 
-    def propose(self, context: list[int], count: int) -> Draft:
-        matches = self._index.drafts(count)
-        if self._adaptive is not None:
-            self._adaptive.follow(context)
-            matches = matches[: self._adaptive.best(buckets_of(matches))]
-        self._round = matches
-        evidence = DraftEvidence(match_lengths=[match.length for match in matches]) if self._observed else None
-        return Draft([match.token for match in matches], evidence=evidence)
+    def _matches(self, context: list[int], count: int) -> list[Match]:
+        return self._index.drafts(count)
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        new = context[verified.start :]
-        if self._adaptive is not None:
-            accepted = matching_prefix([match.token for match in self._round], new)
-            self._adaptive.learn(buckets_of(self._round), accepted)
-        self._round = []
-        self._index.extend(new)
+        super().commit(context, verified)
+        self._index.extend(context[verified.start :])
 
 
 class LongestMatch:

@@ -7,7 +7,7 @@ arXiv 2404.08698).
 
 from typing import Any
 
-from ngram_assisted.match_drafter import Match, buckets_of
+from ngram_assisted.match_drafter import Match, TextDrafter
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.debug import traced
 from sampling.drafters.adaptive_gamma import AdaptiveGamma
@@ -15,7 +15,7 @@ from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
 from utils.bounds import FILLER_TOP_K
 from utils.decode.decoding import Decoding, token_ids
-from utils.decode.drafts import Draft, DraftEvidence, Verified, matching_prefix
+from utils.decode.drafts import Verified
 from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
 from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
@@ -24,14 +24,13 @@ from utils.logits_processor import LogitsProcessor, top_tokens
 from utils.metrics.results import acceptance_of, tokens_of
 
 
-class NGramDrafter:
+class NGramDrafter(TextDrafter):
     """Drafts the storage's most frequent next tokens, one after the other.
 
     `storage` is filled in `begin` from the prompt and never reset here. At each new position the generated token and
     the rest of the target's top `filler_top_k` are entered; with 1 only the generated token. `stop_if_unknown` ends a
     draft at an unknown context; otherwise ids are drawn from the seed. `vocab_size` is the target's, if it differs from
-    the storage's; ids that only one of them has are neither drafted nor entered. `adaptive` chooses the number of
-    drafts; without it, as many as requested are drafted.
+    the storage's; ids that only one of them has are neither drafted nor entered.
     """
 
     def __init__(
@@ -45,35 +44,20 @@ class NGramDrafter:
         adaptive: AdaptiveGamma | None = None,
         observed: bool = False,
     ) -> None:
+        super().__init__(adaptive, observed=observed)
         FILLER_TOP_K.check(filler_top_k, "filler_top_k")
         self._storage, self._noise = storage, noise
         self._filler_top_k, self._stop_if_unknown = filler_top_k, stop_if_unknown
         self._vocab_size = min(storage.vocab_size, storage.vocab_size if vocab_size is None else vocab_size)
-        self._adaptive, self._observed = adaptive, observed
-        self._round: list[Match] = []
-        self._runners_up: list[list[int]] = []  # of every new position, while the run is observed
         self._origin = 0  # context length at which the new tokens begin
         self._reach = storage.n - 1  # tokens of context that matter
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._origin, self._runners_up = len(context), []
+        self._origin = len(context)
         self._storage.initialize(prompt)
-        if self._adaptive is not None:
-            self._adaptive.begin(prompt, context)
+        super().begin(prompt, context)
 
-    def propose(self, context: list[int], count: int) -> Draft:
-        matches = self._look_up(context, count)
-        if self._adaptive is not None:
-            self._adaptive.follow(context)
-            matches = matches[: self._adaptive.best(buckets_of(matches))]
-        self._round = matches
-        return Draft([match.token for match in matches], evidence=self._evidence() if self._observed else None)
-
-    def _evidence(self) -> DraftEvidence:
-        return DraftEvidence(match_lengths=[match.length for match in self._round], runners_up=self._runners_up)
-
-    def _look_up(self, context: list[int], count: int) -> list[Match]:
-        """At most `count` drafts."""
+    def _matches(self, context: list[int], count: int) -> list[Match]:
         start = len(context) - self._origin
         known = context[-self._reach :]
         drafts: list[Match] = []
@@ -89,9 +73,7 @@ class NGramDrafter:
         return drafts
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        if self._adaptive is not None:
-            accepted = matching_prefix([match.token for match in self._round], context[verified.start :])
-            self._adaptive.learn(buckets_of(self._round), accepted)
+        super().commit(context, verified)
         # Row i of the logits predicts the token at start + i, whether it was a draft or added.
         for row, index in enumerate(range(verified.start, len(context))):
             top = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
@@ -99,8 +81,6 @@ class NGramDrafter:
             generated = [context[index]] if context[index] < self._vocab_size else []
             # The generated token goes first: among equal counts the token seen first is drafted.
             self._storage.update(context[max(0, index - self._reach) : index], generated + runners_up)
-            if self._observed:
-                self._runners_up.append(runners_up)
 
 
 def ngram_assisted_speculative_generate(

@@ -316,10 +316,10 @@ def round_timing(step: Step, timing: RoundTiming | None) -> str:
 
 
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
-    """Lines on the drafts of a round: why one was rejected, and the sources of n-grams and matches."""
+    """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
     lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
     matches = [trace for trace in traces if trace.match_length is not None]
-    hits = [f"{token_piece(tokenizer, trace.token)} from {_source(trace)}" for trace in matches]
+    hits = [f"{token_piece(tokenizer, trace.token)} ({trace.match_length or 'seed'})" for trace in matches]
     return [*lines, f"hits: {'; '.join(hits)}"] if hits else lines
 
 
@@ -337,7 +337,3 @@ def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
         f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
         f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
     )
-
-
-def _source(trace: DraftTrace) -> str:
-    return f"{trace.origin} ({trace.match_length})" if trace.match_length else trace.origin
