@@ -87,15 +87,15 @@ class DraftTracer:
     def _trace(self, draft: Draft, verified: Verified, index: int, step: Step) -> DraftTrace:
         row, evidence = verified.logits[index], draft.evidence or DraftEvidence()  # (V,)
         token, target_token = step.drafted[index], step.tokens[index]
-        logits, lengths, q = evidence.logits, evidence.match_lengths, draft.probs
-        by_ratio = q is not None and self._accepts_by_ratio
+        logits, lengths = evidence.logits, evidence.match_lengths
+        q = draft.probs if self._accepts_by_ratio else None
         return DraftTrace(
             token=token,
             p=probability(row, token),
             rank=rank(row, token),
             q=probability(logits[index][0], token) if logits else None,
             # q > 0, since the token was drawn from it.
-            acceptance=min(1.0, float(verified.probs[index, token] / q[index, token])) if by_ratio else None,
+            acceptance=None if q is None else min(1.0, float(verified.probs[index, token] / q[index, token])),
             target_token=target_token,
             target_p=probability(row, target_token),
             match_length=lengths[index] if lengths else None,
