@@ -13,10 +13,10 @@ from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.comparison.arms import Arm
-from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.reports import Report, shortened
 from utils.errors import UserError
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
+from utils.text import count_of
 
 MAX_REPEATS = 1000
 EXAMPLE = "/race prompts.jsonl"
@@ -59,8 +59,9 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
     if not prompts:
         raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
     chosen = range(len(prompts)) if limit is None else limited(prompts, limit)
-    sample = BenchmarkSample.chosen([prompts[index] for index in chosen], len(prompts))
-    title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
+    limits = "" if limit is None else f" limit={limit}"
+    part = "" if len(chosen) == len(prompts) else f"{len(chosen)} of "
+    title = f"/race {repeats} {path}{limits}: {part}{count_of(len(prompts), 'prompt')}"
     kinds: list[tuple[str, list[Arm]]] = []
     if not harness.state.servers or harness.runs_locally(settings):
         kinds.append(("suite", local_arms(harness, settings)))
@@ -68,7 +69,7 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
         kinds.append((ON_SERVERS, server_arms(harness, list(harness.state.servers))))
     for record, arms in kinds:
         items = [RaceItem(index + 1, prompts[index], prompts[index].task, settings, arms) for index in chosen]
-        yield _report(record, items, repeats, context, subject=str(path), title=title, sample=sample)
+        yield _report(record, items, repeats, context, subject=str(path), title=title)
 
 
 def _report(
@@ -79,17 +80,15 @@ def _report(
     *,
     subject: str,
     title: str = "",
-    sample: BenchmarkSample | None = None,
 ) -> RunReport:
-    """The report of a race. Of servers, only their own rows are shown. `sample` is None for the last prompt."""
+    """The report of a race. Of servers, only their own rows are shown. `title` is empty for the last prompt."""
     on_servers, race = record == ON_SERVERS, ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
-    table, chosen, length = race_table(items, servers=on_servers), sample or NO_SAMPLE, context.settings.length
+    table = race_table(items, servers=on_servers)
     report = Report(
         *(record, subject, context.settings, table.headings),
-        then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, chosen))),
-        lambda findings: race_conclusion(figures_of(findings), len(items) if sample else None),
-        tables=lambda findings: chosen.tables(figures_of(findings), length) if chosen.name else [],
+        then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown))),
+        lambda findings: race_conclusion(figures_of(findings), len(items) if title else None),
         optional=table.optional,
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
@@ -106,8 +105,7 @@ RACE = Command(
     page=Page(
         f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
         "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
-        "and report by task. A file has one prompt per line, or JSON lines. One of Spec-Bench or "
-        "SPEED-Bench also gets the table of that benchmark.",
+        "and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
         ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
         syntax=(
             "/race N               the last prompt, N times",

@@ -47,21 +47,19 @@ Item = TypeVar("Item")
 class Prompt:
     """A prompt and its task.
 
-    `later` are the user's further messages, each of which follows the answer to the one before. `benchmark` is the
-    published benchmark whose format it has, or empty.
+    `later` are the user's further messages, each of which follows the answer to the one before.
     """
 
     text: str
     task: str = ALL_TASKS
     later: tuple[str, ...] = ()
-    benchmark: str = ""
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
-    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its tables.
+    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its published tables.
 
     A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
 
@@ -97,8 +95,7 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise UserError(NO_PROMPT.format(where)) from error
     first, *later = _turns(entry, where)
-    benchmark = benchmark_of(entry)
-    return Prompt(first, task_of(_task(entry), benchmark, path), tuple(later), benchmark)
+    return Prompt(first, task_of(_task(entry), benchmark_of(entry), path), tuple(later))
 
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:

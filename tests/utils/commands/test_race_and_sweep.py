@@ -48,7 +48,7 @@ def test_speeds_of_a_paired_run() -> None:
     arms: list[Any] = [object(), object()]
     ours, item = replace(fast, name="ngram"), RaceItem(1, Prompt("x"), "all", Settings(), arms)
     paired, itself = RaceResult.of(item, 0, [(arms[0], (ours,)), (arms[1], (slow,))])
-    assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
+    assert (paired.speed, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
     assert paired.same and short.decode_tokens_per_second is None
     assert itself.speedup == 1.0 and itself.same
     (alone,) = RaceResult.of(item, 0, [(arms[0], (ours,))])

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from utils.commands.experiments.race_runs import RaceItem, RaceResult, pooled_totals
+from utils.commands.experiments.race_runs import RaceItem, RaceResult, pooled_run
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, marked
 from utils.comparison.arms import Arm, LocalArm
-from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.reports import shortened
 from utils.comparison.runs import PREFIX, text_figures
 from utils.comparison.speed_claims import (
@@ -89,11 +88,7 @@ RANGE = ResultColumn("range", _range, 5)
 
 
 def race_rows(
-    results: Sequence[RaceResult],
-    arms: Sequence[Arm],
-    sample: BenchmarkSample = NO_SAMPLE,
-    *,
-    these_prompts: bool = False,
+    results: Sequence[RaceResult], arms: Sequence[Arm], *, these_prompts: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The figures of each group and arm. If there are several groups, one for all prompts comes last."""
     groups = list(dict.fromkeys(result.item.group for result in results))
@@ -104,38 +99,33 @@ def race_rows(
         for arm in arms:
             chosen = [one for one in results if one.arm.name == arm.name and group in (ALL_TASKS, one.item.group)]
             if chosen:
-                yield race_row(group, chosen, sample, these_prompts=these_prompts)
+                yield race_row(group, chosen, these_prompts=these_prompts)
 
 
-def race_row(
-    task: str, group: Sequence[RaceResult], sample: BenchmarkSample = NO_SAMPLE, *, these_prompts: bool = False
-) -> dict[str, Any]:
+def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = False) -> dict[str, Any]:
     """The figures of one arm. With `these_prompts`, the interval covers other repeats of these prompts only."""
     arm, settings, first = group[0].arm, group[0].item.settings, group[0].ours[0]
     lossless = arm.strategy is None or arm.strategy.lossless
     runs = [run for result in group for run in result.ours]
-    total, groups = pooled_totals(runs), speedups_by_prompt(group)
-    speeds = (result.totals.tokens_per_second for result in group)
+    total, groups = pooled_run(runs), speedups_by_prompt(group)
+    per_forward = total.tokens_per_target_forward or None
     # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
     drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
     claim = SpeedClaim.of(
         groups,
         baseline=first.name == first.baseline,
-        tokens_per_forward=total.tokens_per_forward if drafts else None,
+        tokens_per_forward=per_forward if drafts else None,
         these_prompts=these_prompts,
     )
-    repeats: dict[int, list[Any]] = {}
-    for result in group:
-        repeats.setdefault(result.repeat, []).append((result.totals, result.baseline_totals))
     return {
         "task": task,
         "strategy": arm.name,
         **({} if first.is_local else _server_figures(group)),
         "prompts": len({result.item.number for result in group}),
-        "new_tokens": total.tokens,
+        "new_tokens": total.new_tokens,
         "seconds": total.seconds,
-        "tokens_per_second": [speed for speed in speeds if speed is not None],
-        "pooled_tokens_per_second": total.tokens_per_second,
+        "tokens_per_second": [speed for result in group if (speed := result.speed)],
+        "pooled_tokens_per_second": total.tokens_per_second or None,
         "first_token_seconds": [run.first_seconds for run in runs if run.first_seconds is not None],
         "decode_tokens_per_second": [run.decode_tokens_per_second for run in runs if run.decode_tokens_per_second],
         "speedups": [speedup for speedups in groups for speedup in speedups],
@@ -144,12 +134,11 @@ def race_row(
         "drafted": total.drafted,
         "accepted": total.accepted,
         "acceptance_rate": total.acceptance_rate,
-        "tokens_per_target_forward": total.tokens_per_forward,
+        "tokens_per_target_forward": per_forward,
         "lossless": lossless,
         "must_be_the_targets": arm.strategy is not None and arm.strategy.repeats_target(settings),
         "engine_verified": isinstance(arm, LocalArm) and arm.pair.engine.state.verified,
         **text_figures((result.item.number, result.same) for result in group if lossless),
-        "benchmark": sample.figures(list(repeats.values())),
     }
 
 

@@ -18,7 +18,6 @@ from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import Comparison
-from utils.metrics.totals import Totals
 from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import Prompt
 from utils.servers.address import TARGET
@@ -120,21 +119,17 @@ class RaceResult:
         return results
 
     @property
-    def totals(self) -> Totals:
-        return pooled_totals(self.ours)
-
-    @property
-    def baseline_totals(self) -> Totals | None:
-        return pooled_totals(self.theirs) if self.theirs else None
+    def speed(self) -> float | None:
+        """Tokens per second over all turns."""
+        return pooled_run(self.ours).tokens_per_second
 
     @property
     def speedup(self) -> float | None:
         """The ratio of tokens per second over all turns, if the speeds can be compared."""
-        theirs = self.baseline_totals
-        if theirs is None or self.comparisons[0].speedup is None:
+        if not self.comparisons or self.comparisons[0].speedup is None:
             return None
-        ours, other = self.totals.tokens_per_second, theirs.tokens_per_second
-        return ours / other if ours is not None and other else None
+        ours, theirs = self.speed, pooled_run(self.theirs).tokens_per_second
+        return ours / theirs if ours and theirs else None
 
     @property
     def same(self) -> bool | None:
@@ -144,30 +139,26 @@ class RaceResult:
         return not any(comparison.same is False for comparison in self.comparisons)
 
 
-def pooled_totals(runs: Sequence[Run]) -> Totals:
-    """Several answers of one arm as one.
+def pooled_run(runs: Sequence[Run]) -> Run:
+    """The counts and the seconds of several answers of one arm as those of one run.
 
-    Drafts are unknown if nothing is known or if an answer's figures are not its own. An answer without figures among
-    others with figures had no drafts, and as many forward passes as tokens.
+    A count is unknown if one answer's is. Drafts are unknown if an answer's figures are not its own. An answer without
+    figures among others with figures had no drafts, and as many forward passes as tokens.
     """
     if any(run.acceptance is not None and not run.acceptance.valid for run in runs):
-        return Totals.of([Totals(run.new_tokens, run.seconds) for run in runs])
-    totals = [_totals(run) for run in runs]
-    if any(one.drafted is not None for one in totals):
-        totals = [
-            one if one.drafted is not None else replace(one, drafted=0, accepted=0, forwards=one.tokens)
-            for one in totals
+        runs = [replace(run, drafted=None, accepted=None, target_forwards=None) for run in runs]
+    elif any(run.drafted is not None for run in runs):
+        runs = [
+            replace(run, drafted=0, accepted=0, target_forwards=run.new_tokens) if run.drafted is None else run
+            for run in runs
         ]
-    return Totals.of(totals)
 
+    def total(name: str) -> int | None:
+        counts = [getattr(run, name) for run in runs]
+        return None if None in counts else sum(counts)
 
-def _totals(run: Run) -> Totals:
-    positions = run.accepted_by_position
-    # A server may count accepted drafts, but not by position.
-    known = positions is not None and (positions or not run.drafted)
-    counts = (run.drafted, run.accepted, run.target_forwards, run.rounds)
-    by_position = tuple(accepted for accepted, _ in positions or ()) if known else None
-    return Totals(run.new_tokens, run.seconds, *counts, by_position)
+    summed = {name: total(name) for name in ("new_tokens", "drafted", "accepted", "target_forwards")}
+    return replace(runs[0], seconds=sum(run.seconds for run in runs), **summed)
 
 
 @dataclass(slots=True)

@@ -136,7 +136,7 @@ def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, 
 def merit(race: ArmRace) -> float:
     """The speed-up of a candidate on the tuning prompts, its speed without a baseline, or 0 without an answer."""
     own = [one for one in race.results if one.arm is race.items[0].arms[-1]]
-    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.totals.tokens_per_second)]
+    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.speed)]
     return geometric_mean(known) if known else 0.0
 
 
