@@ -5,7 +5,7 @@ yields the same ids as the local one. Otherwise the request has the messages of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ngram_assisted import STORAGES, NGramStorage
@@ -115,7 +115,7 @@ class LocalArm:
         # Only this rule accepts a draft by its own p/q.
         by_ratio, traced = settings.verify == "rejection", watch is not None and settings.debug == "full"
         tracer = DraftTracer(accepts_by_ratio=by_ratio) if traced else None
-        steps = self.strategy.steps(job.with_observers(stopwatch, tracer))
+        steps = self.strategy.steps(replace(job, stopwatch=stopwatch, tracer=tracer))
         if watch is None:
             generation = collect(steps, stopwatch=stopwatch)
         else:

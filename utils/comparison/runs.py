@@ -221,12 +221,6 @@ def _units(run: Run) -> Sequence[object]:
     return run.tokens if run.is_local and run.tokens is not None else visible(run.text)
 
 
-def start_of_difference(ours: str, theirs: str) -> int:
-    """The index of the first character that differs."""
-    start = first_difference(ours, theirs)
-    return len(ours) if start is None else start
-
-
 def start_of_context(text: str, difference: int) -> int:
     """The index from which a few words of the line before a difference are shown."""
     start = max(0, difference - CONTEXT, text.rfind("\n", 0, difference) + 1)

@@ -5,6 +5,7 @@ A new strategy is one row: a name, the setting that turns it on, and a function 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sampling import (
     RULES,
@@ -121,24 +122,13 @@ class Strategy:
             word=word,
         )
 
-    def is_on(self, settings: Settings) -> bool:
-        """Whether the settings enable it."""
-        return bool(getattr(settings, self.toggle))
 
-
-def _drafted(job: Job, kind: DrafterKind) -> Iterator[Step]:
+def _drafted(job: Job, kind: DrafterKind | None = None) -> Iterator[Step]:
+    """Rounds with drafts of this kind, or of the job's."""
     rule = RULES[job.settings.verify]
-    built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    built = (kind or drafter_kind(job.drafter)).build(job.drafter_inputs(shares_noise=rule.shares_noise))
     drafter, target = job.observed(built.drafter, built.target)
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.max_drafts, rule=rule)
-
-
-def _speculative(job: Job) -> Iterator[Step]:
-    yield from _drafted(job, drafter_kind(job.drafter))
-
-
-def _ngram(job: Job) -> Iterator[Step]:
-    yield from _drafted(job, NGRAM)
 
 
 def _target(job: Job) -> Iterator[Step]:
@@ -160,7 +150,7 @@ STRATEGIES = (
         title="Speculative",
         colour="magenta",
         toggle="speculative",
-        steps=_speculative,
+        steps=_drafted,
         kind=drafter_kind(LOADED),
         word=LOADED,
         chooses_kind=True,
@@ -170,7 +160,7 @@ STRATEGIES = (
         title="N-gram assisted (NASD)",
         colour="yellow",
         toggle="ngram",
-        steps=_ngram,
+        steps=partial(_drafted, kind=NGRAM),
         kind=NGRAM,
         word=NGRAM.name,
     ),

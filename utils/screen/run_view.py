@@ -5,19 +5,14 @@ from typing import Any
 
 from utils.comparison.arms import Arm
 from utils.comparison.reports import Finding, Report
-from utils.comparison.runs import (
-    Run,
-    divergence_sentence,
-    relation,
-    start_of_context,
-    start_of_difference,
-)
+from utils.comparison.runs import Run, divergence_sentence, relation, start_of_context
 from utils.comparison.session_state import LastPrompt, own_conversations
 from utils.comparison.summary import ending, server_summary, summary
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.draft_trace import DraftTrace
+from utils.metrics.results import first_difference
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.renderer import Renderer
 from utils.screen.wrapped_text import Mark, MarkedPiece, MarkedStream, WrappedText, from_character, merged, plain_text
@@ -151,8 +146,7 @@ class RunView:
         elif ours == theirs:
             self._write(self._named(sentence.removesuffix(":") + READS_THE_SAME))
         else:
-            start = start_of_difference(ours, theirs)
-            first = start_of_context(ours, start)
+            first = start_of_context(ours, first_difference(ours, theirs) or 0)
             shown = from_character(self._pieces, first)
             self._write([*self._named(f"{sentence} {'... ' if first else ''}"), *shown])
             if ended and ended != other_ended:

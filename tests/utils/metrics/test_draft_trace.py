@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify
     settings = Settings(length=20, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
-    run = collect(row.steps(fresh(kind, settings).with_observers(None, tracer)), tracer=tracer)
+    run = collect(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer=tracer)
     assert list(run.steps) == untraced and any(run.traces)
     for step, traces in zip(run.steps, run.traces, strict=True):
         assert [trace.is_accepted for trace in traces] == [

@@ -7,7 +7,7 @@ of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from utils.comparison.arms import Arm, ServerArm, complete
 from utils.comparison.harness import Harness
@@ -157,7 +157,7 @@ def pooled_run(runs: Sequence[Run]) -> Run:
         counts = [getattr(run, name) for run in runs]
         return None if None in counts else sum(counts)
 
-    summed = {name: total(name) for name in ("new_tokens", "drafted", "accepted", "target_forwards")}
+    summed: dict[str, Any] = {name: total(name) for name in ("new_tokens", "drafted", "accepted", "target_forwards")}
     return replace(runs[0], seconds=sum(run.seconds for run in runs), **summed)
 
 
