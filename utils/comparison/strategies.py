@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sampling import (
-    RULES,
-    BeamWidth,
-    Rule,
-    autoregressive_steps,
-    beam_search_steps,
-    speculative_steps,
-)
+from sampling import RULES, BeamWidth, Rule, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.decode.steps import Step

@@ -22,8 +22,7 @@ from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 from utils.models import memory
 from utils.models.checkpoints import load_model
-from utils.models.devices import Placement
-from utils.models.memory import needed_bytes, plan_memory, weight_counts
+from utils.models.memory import Placement, needed_bytes, plan_memory, weight_counts
 from utils.models.sources import Source
 from utils.pairs import load_pair
 

@@ -11,14 +11,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import (
-    ONLY_FIRST_TURNS,
-    ArmRace,
-    RaceItem,
-    check_prompt,
-    rotated,
-    server_arms,
-)
+from utils.commands.experiments.race_runs import ONLY_FIRST_TURNS, ArmRace, RaceItem, check_prompt, rotated, server_arms
 from utils.commands.experiments.speed_model import TargetTiming, draft_figures, gamma_text, predictions
 from utils.commands.verdicts.measurement import (
     SELECTION_SECONDS,
