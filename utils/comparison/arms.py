@@ -179,12 +179,7 @@ def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
 def ids_of(pair: Pair, text: str, settings: Settings, history: Turns = ()) -> list[int]:
     """The token ids of a prompt that follows earlier turns. Raises UserError for an empty prompt."""
     return prompt_ids(
-        pair.tokenizer,
-        text,
-        chat=settings.uses_chat,
-        system=settings.system,
-        special=settings.special,
-        history=history,
+        pair.tokenizer, text, chat=settings.uses_chat, system=settings.system, special=settings.special, history=history
     )
 
 
