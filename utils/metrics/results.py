@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from utils.decode.steps import FinishReason, Step
+from utils.decode.steps import FinishReason, Step, by_position
 from utils.metrics.draft_trace import DraftTrace, DraftTracer
 from utils.metrics.stopwatch import Clock, RoundTiming, Stopwatch
 
@@ -89,15 +89,8 @@ class Generation:
 
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
-        """(accepted, verified) for each draft position. A draft is verified if all drafts before it were accepted."""
-        longest = max((len(step.drafted) for step in self.steps), default=0)
-        return [
-            (
-                sum(step.accepted > position for step in self.steps),
-                sum(len(step.drafted) > position and step.accepted >= position for step in self.steps),
-            )
-            for position in range(longest)
-        ]
+        """(accepted, verified) for each draft position."""
+        return by_position([(len(step.drafted), step.accepted) for step in self.steps])
 
 
 TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
