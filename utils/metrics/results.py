@@ -101,8 +101,7 @@ class Comparison:
     """A run compared with its baseline's.
 
     `speedup` is a ratio of tokens per second, and `decode_speedup` excludes the first round. `first_difference` is a
-    0-based index, and `unit` is what it counts. `baseline` is the name of the other row, and `baseline_tokens` its
-    number of new tokens. Unknown figures are None.
+    0-based index, and `unit` is what it counts. `baseline` is the name of the other row. Unknown figures are None.
     """
 
     speedup: float | None = None
@@ -111,7 +110,6 @@ class Comparison:
     decode_speedup: float | None = None
     unit: str = TOKEN
     baseline: str | None = None
-    baseline_tokens: int | None = None
 
     @property
     def text(self) -> str:
