@@ -45,9 +45,6 @@ FIGURES = {
     "two values",
     "verdict": "/race: faster or slower if the 95 % interval excludes 1, the repeats of a prompt agree, and drafts "
     "were accepted; otherwise not distinguishable, or too few with fewer than five runs",
-    "mean accepted tokens (mat)": "/race of Spec-Bench files: new tokens / rounds, that is, accepted drafts and the "
-    "target's own token; the same as tokens/forward",
-    "acceptance length (al)": "/race of SPEED-Bench files: the mean over prompts of new tokens / rounds",
     "ratio": "B / A of /compare and /replay: tokens/s of B divided by those of A",
 }
 
