@@ -7,7 +7,7 @@ from utils.commands.experiments.race_results import race_row
 from utils.commands.experiments.race_runs import then_findings
 from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, VerdictClock, plan_prompts
+from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, plan_prompts, started_clock
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
@@ -72,7 +72,7 @@ class _VerdictRun:
         )
 
     def _events(self) -> Iterator[ReportEvent]:
-        self.selection.clock = VerdictClock()  # it was made with the first of two reports
+        self.selection.clock = started_clock()  # it was made with the first of two reports
         self.measurement = yield from self.selection.choose(self.plan)
         yield from self.measurement.run()
 

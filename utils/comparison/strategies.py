@@ -27,8 +27,8 @@ class Strategy:
 
     `name` is its name in JSON records, `toggle` the setting that enables it, and `steps` its decoder. `kind` is the
     drafter kind, if it drafts, and `word` its name in /drafter_kind; `chooses_kind` is True if that setting applies.
-    `uses_target` and `uses_drafter` are the models that it runs. `samples` is True if its tokens are drawn one by one
-    from the processed distribution.
+    `uses_target` is False if it runs the drafter alone. `samples` is True if its tokens are drawn one by one from the
+    processed distribution.
     """
 
     name: str
@@ -40,7 +40,6 @@ class Strategy:
     word: str = ""
     chooses_kind: bool = False
     uses_target: bool = True
-    uses_drafter: bool = False
     samples: bool = True
 
     @property
@@ -55,7 +54,7 @@ class Strategy:
     @property
     def needs_drafter(self) -> bool:
         """Whether it runs only with a loaded drafter."""
-        return self.uses_drafter or (self.kind is not None and self.kind.uses_loaded)
+        return not self.uses_target or (self.kind is not None and self.kind.uses_loaded)
 
     @property
     def keeps_texts(self) -> bool:
@@ -166,7 +165,6 @@ STRATEGIES = (
         steps=_drafter,
         word=LOADED,
         uses_target=False,
-        uses_drafter=True,
     ),
     Strategy(name="beam", title="Beam search", colour="blue", toggle="beams", steps=_beam, samples=False),
 )

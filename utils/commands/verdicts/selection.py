@@ -18,9 +18,9 @@ from utils.commands.verdicts.measurement import (
     Measurement,
     PromptPlan,
     Row,
-    VerdictClock,
     run_length,
     run_seconds,
+    started_clock,
 )
 from utils.commands.verdicts.wording import helps
 from utils.comparison.arms import Arm, complete
@@ -35,6 +35,7 @@ from utils.config.setting_table import setting_fields
 from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.metrics.results import Generation
+from utils.metrics.stopwatch import Clock
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -115,11 +116,11 @@ def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings,
     return ArmRace(harness, [RaceItem(number, one, one.task, settings, arms) for number, one in prompts.items()])
 
 
-def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, until: float) -> Iterator[Progress]:
+def trials(races: Sequence[ArmRace], names: Sequence[str], clock: Clock, until: float) -> Iterator[Progress]:
     """Run the candidate of each race on the tuning prompts, in turns. No round of runs begins after `until`."""
     prompts = len(races[0].items)
     for turn in range(prompts):
-        if clock.seconds > until:
+        if clock() > until:
             return
         for index in rotated(range(len(races)), turn):
             yield Progress(f"choosing a candidate: {names[index]} on tuning prompt {turn + 1} of {prompts} ...")
@@ -145,7 +146,7 @@ class DrafterSelection:
 
     harness: Harness
     settings: Settings
-    clock: VerdictClock = field(default_factory=VerdictClock)
+    clock: Clock = field(default_factory=started_clock)
     prompts: Sequence[Prompt] = ()
     length: int = 0
     step: float = 0.0
@@ -170,7 +171,7 @@ class DrafterSelection:
             self.skipped.append(ONLY_FIRST_TURNS)
         yield Progress("warming up the target and every drafter ...")
         self._warm_up()
-        self.began = self.clock.seconds
+        self.began = self.clock()
         yield from self._replay_all()
         best = best_of_each(self.candidates, self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
@@ -217,7 +218,7 @@ class DrafterSelection:
     @property
     def _seconds(self) -> float:
         """Seconds since the end of the warm-up."""
-        return self.clock.seconds - self.began
+        return self.clock() - self.began
 
     def _name(self, candidate: VerdictCandidate) -> str:
         return kind_name(candidate.strategy, self.harness.pair)
@@ -362,7 +363,7 @@ class ServerSelection:
 
     harness: Harness
     settings: Settings
-    clock: VerdictClock = field(default_factory=VerdictClock)
+    clock: Clock = field(default_factory=started_clock)
     races: list[ArmRace] = field(default_factory=list)
 
     def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
@@ -374,7 +375,7 @@ class ServerSelection:
             prompts = dict(enumerate(plan.tuning, start=1))
             self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
             names = [pair[-1].name for pair in pairs]
-            yield from trials(self.races, names, self.clock, self.clock.seconds + SELECTION_SECONDS)
+            yield from trials(self.races, names, self.clock, self.clock() + SELECTION_SECONDS)
         best = pairs[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
         race = race_of(self.harness, dict(enumerate(plan.measured, start=1)), settings, best)
         return Measurement(race, best[-1].name, plan.divided, self.clock)
