@@ -28,7 +28,7 @@ from utils.errors import UserError
 from utils.files import os_reason
 from utils.metrics.divergence import Divergence
 from utils.prompts.conversation import to_messages
-from utils.servers.kinds.completion import Chat, CountedBy
+from utils.servers.kinds.completion import IDS, Chat
 
 SCHEMA = 2
 GENERATION = "generation"  # a run of a strategy or a server
@@ -65,7 +65,7 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "token_ids": None if run.tokens is None else list(run.tokens),
         "prompt_tokens": run.prompt_tokens,
         "new_tokens": run.new_tokens,
-        "tokens_counted_by": (CountedBy.IDS if run.completion is None else run.completion.counted_by).value,
+        "tokens_counted_by": IDS if run.completion is None else run.completion.counted_by,
         "finish": run.finish.value,
         "finish_reason": run.finish.value if run.completion is None else run.completion.finish_reason,
         "seconds": run.seconds,
