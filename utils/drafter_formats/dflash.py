@@ -13,7 +13,7 @@ draft, so drafts drawn from left to right have the distribution that they are dr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,23 @@ class MarkovHead(nn.Module):
         return bias, memory
 
 
+class ConfidenceHead(nn.Module):
+    """The logit of the probability that a draft is accepted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it reads."""
+        return self.proj.in_features
+
+    def forward(self, known: Tensor) -> float:
+        """Return the probability for what is known of a draft: (1, size)."""
+        return float(torch.sigmoid(self.proj(known).float()).item())
+
+
 @dataclass(slots=True)
 class BlockCache:
     """Keys and values of the context. Of the last block: its states (K, H), and what its Markov head remembers after
@@ -209,10 +226,8 @@ class DFlash(BlockDrafter):
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.markov_head = MarkovHead(checkpoint, hidden) if checkpoint.has(*MARKOV) else None
-        # The logit of the probability that a draft is accepted, for what is known of it.
-        self.confidence_head = nn.ModuleDict()
-        if checkpoint.has(CONFIDENCE):
-            self.confidence_head["proj"] = nn.Linear(checkpoint.shapes[CONFIDENCE][1], 1)
+        has_confidence = checkpoint.has(CONFIDENCE)
+        self.confidence_head = ConfidenceHead(checkpoint.shapes[CONFIDENCE][1]) if has_confidence else None
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
@@ -243,13 +258,14 @@ class DFlash(BlockDrafter):
         return logits + self.lm_head.over_target(bias)
 
     def confidence(self, index: int, previous: int, cache: BlockCache) -> float | None:
-        if not self.confidence_head:
+        if self.confidence_head is None:
             return None
-        known, logit = cache.states[index : index + 1], cast(nn.Linear, self.confidence_head["proj"])
-        if logit.in_features > known.shape[-1]:
+        known = cache.states[index : index + 1]
+        if self.confidence_head.size > known.shape[-1]:
             assert self.markov_head is not None
             known = torch.cat([known, self.markov_head.before(previous)], dim=-1)
-        return float(torch.sigmoid(logit(known).float()).item())
+        probability: float = self.confidence_head(known)
+        return probability
 
 
 def is_dflash(checkpoint: DrafterCheckpoint) -> bool:
@@ -284,15 +300,15 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
 
 def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead) -> None:
     """Raise UserError unless the heads of DSpark fit the vocabularies and the states."""
-    inputs = [drafter.config.hidden_size]
+    inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
     if (markov := drafter.markov_head) is not None:
         tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features
         inputs.append(inputs[0] + markov.markov_w1.embedding_dim)
         if tokens < head.size or drafts != head.rows.out_features:
             known = f"{tokens} tokens and drafts {drafts}, not {head.size} and {head.rows.out_features}"
             raise misfit(checkpoint, f"its Markov head knows {known}")
-    if checkpoint.has(CONFIDENCE) and (size := checkpoint.shapes[CONFIDENCE][1]) not in inputs:
-        raise misfit(checkpoint, f"its confidence head reads {size} numbers, not {inputs[-1]}")
+    if confidence is not None and confidence.size not in inputs:
+        raise misfit(checkpoint, f"its confidence head reads {confidence.size} numbers, not {inputs[-1]}")
 
 
 @dataclass(frozen=True, slots=True)

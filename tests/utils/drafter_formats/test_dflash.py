@@ -53,7 +53,7 @@ def check_rounds(drafter: Any, reference: DFlashReference, embedding: torch.Tens
             expected = states[index] @ reference.weights["lm_head.weight"].T
             if drafter.markov_head is not None:
                 expected = expected + reference.bias(context[-1])
-            if drafter.confidence_head:
+            if drafter.confidence_head is not None:
                 assert abs(session.confidence(context) - reference.confidence(states[index], context[-1])) < 1e-5
             assert torch.allclose(logits[0, columns], expected, atol=2e-4, rtol=1e-4)
             others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, columns, False)
