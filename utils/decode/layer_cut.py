@@ -43,8 +43,8 @@ def check_depth(model: PreTrainedModel, depth: int) -> None:
     count = len(_blocks(model, _stack_path(model)))
     if not 1 <= depth < count:
         raise UserError(
-            f"layers:{depth} cannot be cut from {model_name(model)}: it has {count_of(count, 'layer')}, so K must be in "
-            f"1..{count - 1}."
+            f"layers:{depth} cannot be cut from {model_name(model)}: it has {count_of(count, 'layer')}, so K must be "
+            f"in 1..{count - 1}."
         )
 
 
