@@ -33,8 +33,7 @@ from pathlib import Path
 
 from utils.commands import Registry, default_registry
 from utils.comparison.records import RecordFile
-from utils.config.setting_table import apply_typed, flag_settings
-from utils.config.settings import Settings
+from utils.config.settings import Settings, apply_typed, flag_settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
@@ -46,8 +45,7 @@ from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of
-from utils.screen.renderer import Renderer, make_renderer
-from utils.screen.writer import OutputError
+from utils.screen.renderer import OutputError, Renderer, make_renderer
 
 OUTPUT_FAILED = "Standard output cannot be written: {}."
 RESULTS = "engine.json"  # of the engine's self-test, in the cache folder

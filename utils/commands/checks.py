@@ -26,7 +26,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.strategies import Strategy, is_greedy
-from utils.config.setting_table import setting_fields
+from utils.config.settings import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds

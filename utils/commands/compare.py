@@ -29,7 +29,7 @@ from utils.comparison.recorded_runs import (
 from utils.comparison.records import SERVER, circumstances
 from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
-from utils.config.setting_table import from_json
+from utils.config.settings import from_json
 from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference

@@ -12,7 +12,7 @@ from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, ShowR
 from utils.commands.shared.paths import output_in, path_in
 from utils.commands.shared.registry import CommandContext, CommandError
 from utils.commands.shared.setting_commands import set_or_show, setting_command
-from utils.config.setting_table import NGRAM_PARTS, setting_fields
+from utils.config.settings import NGRAM_PARTS, setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.errors import UserError, check_choice
 from utils.text import count_of, token_piece

@@ -11,10 +11,9 @@ from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Repl
 from utils.commands.shared.paths import output_in, path_in
 from utils.commands.shared.registry import Command, CommandContext, Page
 from utils.commands.shared.setting_commands import set_or_show, setting_command
-from utils.config.setting_table import listed_settings, setting_fields, split_setting
+from utils.config.settings import listed_settings, setting_fields, split_setting
 from utils.errors import UserError
 from utils.files import read_text, write_file
-from utils.prompts.conversation import format_turns
 from utils.text import count_of, escaped, unescaped
 
 NO_CONVERSATION = "there is no conversation to forget"
@@ -42,7 +41,7 @@ def _turns(argument: str, context: CommandContext) -> Outcome:
         return set_or_show(setting_fields()["turns"], argument, context)
     turns = len(context.harness.state.conversations)
     if turns:
-        return [Action.FORGET_CONVERSATIONS, Reply(FORGOTTEN.format(format_turns(turns)))]
+        return [Action.FORGET_CONVERSATIONS, Reply(FORGOTTEN.format(count_of(turns, "turn")))]
     hint = "" if context.settings.turns else " (/turns on keeps one)"
     return [Reply(NO_CONVERSATION + hint)]
 

@@ -25,8 +25,7 @@ from utils.comparison.speed_claims import (
     speedup_text,
 )
 from utils.comparison.warm_up import with_costs
-from utils.config.setting_table import NGRAM_PARTS, SAMPLING_PARTS, setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.errors import UserError, check_choice
 from utils.metrics.results import difference_text, first_difference
 from utils.prompts.prompt_files import Prompt

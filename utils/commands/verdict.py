@@ -13,8 +13,7 @@ from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
 from utils.comparison.reports import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.prompts.prompt_files import ALL_TASKS
 

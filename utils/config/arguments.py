@@ -15,8 +15,7 @@ from typing import NoReturn, TypeVar
 
 from utils import __version__
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, SEED, check_device
-from utils.config.setting_table import Setting, flag_settings, known_settings
-from utils.config.settings import Settings
+from utils.config.settings import Setting, Settings, flag_settings, known_settings
 from utils.config.value_types import Limits
 from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder

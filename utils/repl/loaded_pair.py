@@ -18,8 +18,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.comparison.warm_up import warm_up, with_costs
-from utils.config.setting_table import listed_settings, reset_unsupported
-from utils.config.settings import Settings
+from utils.config.settings import Settings, listed_settings, reset_unsupported
 from utils.config.value_types import Limits
 from utils.engine.engine_choice import TYPICAL, Workload
 from utils.engine.stored_results import ResultFile
@@ -30,10 +29,10 @@ from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
-from utils.prompts.chat_template import has_chat_template
-from utils.prompts.conversation import format_turns
+from utils.prompts.conversation import has_chat_template
 from utils.repl.status import limits_of, pair_names
 from utils.screen.renderer import Renderer
+from utils.text import count_of
 
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent without one)"
 TEMPLATE = "chat: on (this tokenizer has a chat template; without it: /chat off)"
@@ -188,7 +187,7 @@ class SessionSettings:
         self.current = self._with_costs(settings) if settings.costs is None else settings
         conversations = harness.state.conversations
         if before.turns and not settings.turns and conversations:
-            self._note(CONVERSATION_ENDED.format(format_turns(len(conversations))))
+            self._note(CONVERSATION_ENDED.format(count_of(len(conversations), "turn")))
             conversations.forget()
 
     def _with_costs(self, settings: Settings) -> Settings:
@@ -385,4 +384,4 @@ def _note_losses(current: LoadedPair, note: Callable[[str], None]) -> None:
     if state.storage and not current.settings.current.reset_in_between:
         note(STORAGE_LOST)
     if turns := len(state.conversations):
-        note(CONVERSATION_LOST.format(format_turns(turns)))
+        note(CONVERSATION_LOST.format(count_of(turns, "turn")))

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from utils.comparison.runs import row_name
 from utils.comparison.session_state import SessionState
-from utils.config.setting_table import listed_settings, setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, listed_settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.engine import EngineState

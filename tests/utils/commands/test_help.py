@@ -12,8 +12,7 @@ from paths import ROOT
 from utils.commands import CommandContext, default_registry
 from utils.commands.explain import FIGURES
 from utils.commands.shared.registry import ALIASES, FIRST_PAGE, GROUPS, SECOND_PAGE
-from utils.config.setting_table import NGRAM_PARTS, SAMPLING_PARTS, setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -198,7 +197,7 @@ def test_every_visible_command_is_on_the_page_of_this_package() -> None:
 
 
 def test_settings_of_a_config_file_may_be_parts_of_settings(tmp_path: Path) -> None:
-    from utils.config.setting_table import apply_typed
+    from utils.config.settings import apply_typed
     from utils.config.value_types import Limits, ProcessorSpec, StorageSpec
 
     typed = {"ngram_order": "5", "ngram_keep": "on", "temperature": "0.5", "top_p": "0.9", "ngram_candidates": "2"}

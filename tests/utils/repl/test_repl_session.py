@@ -10,9 +10,9 @@ from paths import ROOT
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.repl.runner import Verdict
-from utils.screen.wrapped_text import Mark
+from utils.screen.renderer import Mark
 
 FIELDS = {
     "schema",

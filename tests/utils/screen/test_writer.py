@@ -12,8 +12,7 @@ from terminal import Terminal
 
 from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.runner import Verdict
-from utils.screen.renderer import Renderer, make_renderer
-from utils.screen.wrapped_text import Mark
+from utils.screen.renderer import Mark, Renderer, make_renderer
 
 LONG_CELL = "a cell with many words, " * 10
 

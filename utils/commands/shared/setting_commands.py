@@ -9,8 +9,7 @@ from functools import partial
 
 from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowTable
 from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.config.setting_table import SAMPLING_PARTS, Setting, setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import SAMPLING_PARTS, Setting, Settings, setting_fields
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
 from utils.text import byte_size

@@ -20,8 +20,7 @@ from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult
 from utils.comparison.arms import Arm, complete
 from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import speedup_interval
 from utils.models.sources import parse_path

@@ -38,8 +38,7 @@ from utils.comparison.runs import PREFIX, Run
 from utils.comparison.speed_claims import SLOWER, server_notes
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.results import Generation
 from utils.pairs.pair import Pair
