@@ -21,7 +21,7 @@ from torch import Tensor
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
@@ -397,12 +397,10 @@ AUDIT = Command(
     "what is deterministic here",
     _audit,
     group="checks",
-    page=Page(
-        f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
-        "guaranteed to be equal.",
-        ("> /audit 10", "Deterministic here: float32, cpu"),
-        see_also=("lossless", "engine", "texts"),
-    ),
+    about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
+    "guaranteed to be equal.",
+    example=("> /audit 10", "Deterministic here: float32, cpu"),
+    see_also=("lossless", "engine", "texts"),
 )
 LOSSLESS = Command(
     "lossless",
@@ -410,10 +408,8 @@ LOSSLESS = Command(
     "test samples against the distribution",
     _lossless,
     group="checks",
-    page=Page(
-        f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
-        "distribution of the target.",
-        ("> /lossless 200", "speculative   p-value 0.41"),
-        see_also=("audit", "verify"),
-    ),
+    about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
+    "distribution of the target.",
+    example=("> /lossless 200", "speculative   p-value 0.41"),
+    see_also=("audit", "verify"),
 )

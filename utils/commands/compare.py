@@ -15,7 +15,7 @@ from typing import Any
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, by_strategy, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.arms import complete
 from utils.comparison.recorded_runs import (
     Problem,
@@ -265,16 +265,14 @@ COMPARE = Command(
     "two files of --json, prompt by prompt",
     _compare,
     group="results",
-    page=Page(
-        "Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
-        "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
-        (
-            "> /compare a.jsonl b.jsonl",
-            "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
-            "1.38 over 12 prompts).",
-        ),
-        see_also=("replay", "export"),
+    about="Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
+    "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
+    example=(
+        "> /compare a.jsonl b.jsonl",
+        "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
+        "1.38 over 12 prompts).",
     ),
+    see_also=("replay", "export"),
     files=("",),
 )
 REPLAY = Command(
@@ -283,11 +281,9 @@ REPLAY = Command(
     "run the records of a file again",
     _replay,
     group="checks",
-    page=Page(
-        "Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
-        "name every difference in versions, models, engine and settings.",
-        ("> /replay runs.jsonl", "3 of 3 texts are the same"),
-        see_also=("compare", "export", "audit"),
-    ),
+    about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
+    "name every difference in versions, models, engine and settings.",
+    example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
+    see_also=("compare", "export", "audit"),
     files=("",),
 )

@@ -3,7 +3,7 @@
 import re
 
 from utils.commands.shared.outcomes import Outcome, ShowRows
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.errors import check_choice
 
 # The definitions of figures, with their units.
@@ -69,10 +69,8 @@ EXPLAIN = Command(
     _explain,
     group="results",
     rank=2,
-    page=Page(
-        "The definitions of all figures on the screen, or of one.",
-        ("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
-        see_also=("texts", "why"),
-    ),
+    about="The definitions of all figures on the screen, or of one.",
+    example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
+    see_also=("texts", "why"),
     words=FIGURES,
 )

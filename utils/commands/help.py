@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from utils.commands.shared.outcomes import Outcome, ShowRows
-from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
+from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Registry
 from utils.errors import UserError
 
 EVERYTHING = "all"
-FIGURES = "figures"
 
 
 def _help(argument: str, context: CommandContext) -> Outcome:
@@ -17,8 +16,6 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         return [ShowRows(_first_page(context.registry))]
     if name == EVERYTHING:
         return [ShowRows(_listed(context.registry.visible()))]
-    if name == FIGURES:
-        return context.registry.run("/explain", context)
     try:
         command = context.registry.find(name)
     except UserError as error:
@@ -53,15 +50,14 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
     """Rows of (label, text)."""
-    page = command.page
-    yield "syntax", "\n".join(page.syntax or (command.typed,))
-    yield "about", page.text
+    yield "syntax", "\n".join(command.syntax or (command.typed,))
+    yield "about", command.about
     if current := command.current(context.settings):
         yield "now", current
-    yield "example", "\n".join(page.example)
-    if page.see_also:
+    yield "example", "\n".join(command.example)
+    if command.see_also:
         names = {known.name for known in context.registry}
-        yield "see also", ", ".join(f"/{name}" if name in names else name for name in page.see_also)
+        yield "see also", ", ".join(f"/{name}" if name in names else name for name in command.see_also)
 
 
 def help_command(commands: Iterable[Command]) -> Command:
@@ -74,15 +70,12 @@ def help_command(commands: Iterable[Command]) -> Command:
         _help,
         group="session",
         rank=1,
-        page=Page(
-            "The most important commands, all commands, or one page about a command or a figure on the screen.",
-            ("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
-            ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
-            ("explain", "show"),
-        ),
+        about="The most important commands, all commands, or one page about a command or a figure on the screen.",
+        example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
+        syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
+        see_also=("explain", "show"),
         words={
             EVERYTHING: "all commands",
-            FIGURES: "all figures on the screen",
             **{command.name: command.summary for command in others},
         },
         at_once=True,

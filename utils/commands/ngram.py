@@ -103,7 +103,7 @@ NGRAM_COMMANDS = (
         NGRAM,
         usage="[on|off] ...",
         run=_ngram,
-        page=replace(NGRAM.page, syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX)),
+        syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX),
         current=lambda settings: ", ".join(
             f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
         ),

@@ -9,7 +9,7 @@ from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
@@ -245,13 +245,11 @@ PAIR_COMMANDS = (
         _load,
         group="models",
         rank=1,
-        page=Page(
-            "Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a new "
-            "target drops the old drafter. If loading fails, the old pair stays.",
-            ("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
-            ("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
-            ("pair", "drafter_kind"),
-        ),
+        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a new "
+        "target drops the old drafter. If loading fails, the old pair stays.",
+        example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
+        syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
+        see_also=("pair", "drafter_kind"),
         words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
@@ -260,13 +258,11 @@ PAIR_COMMANDS = (
         "whether the two models fit together",
         _pair,
         group="models",
-        page=Page(
-            "Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context lengths "
-            "and caches.",
-            ("> /pair", "verdict   fine"),
-            ("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-            ("load",),
-        ),
+        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context lengths "
+        "and caches.",
+        example=("> /pair", "verdict   fine"),
+        syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
+        see_also=("load",),
         words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
     ),
 )

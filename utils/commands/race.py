@@ -11,7 +11,7 @@ from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, 
 from utils.commands.shared.columns import figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
 from utils.comparison.reports import Report, shortened
@@ -103,18 +103,16 @@ RACE = Command(
     _race,
     group="does it help?",
     rank=2,
-    page=Page(
-        f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
-        "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
-        "and report by task. A file has one prompt per line, or JSON lines. One of Spec-Bench or "
-        "SPEED-Bench also gets the table of that benchmark.",
-        ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
-        syntax=(
-            "/race N               the last prompt, N times",
-            "/race N FILE          all prompts of a file, N times",
-            "/race N FILE limit=3  3 prompts of each task of the file",
-        ),
-        see_also=("verdict", "sweep", "why", "speed-up"),
+    about=f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
+    "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
+    "and report by task. A file has one prompt per line, or JSON lines. One of Spec-Bench or "
+    "SPEED-Bench also gets the table of that benchmark.",
+    example=("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
+    syntax=(
+        "/race N               the last prompt, N times",
+        "/race N FILE          all prompts of a file, N times",
+        "/race N FILE limit=3  3 prompts of each task of the file",
     ),
+    see_also=("verdict", "sweep", "why", "speed-up"),
     files=("",),
 )

@@ -12,7 +12,7 @@ from utils.commands.experiments.race_results import NO_RIVAL, NO_TARGET, RANGE, 
 from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, then_findings
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (
@@ -176,12 +176,14 @@ SWEEP = Command(
     "one setting over several values",
     _sweep,
     group="checks",
-    page=Page(
-        f"Run the last prompt N times (default {REPEATS}) with each value of a setting, in turns. Commas separate "
-        "values of several words.",
-        ("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
-        ("/sweep NAME VALUE VALUE ... [xN]", "/sweep temperature 0.5 1 x5", "/sweep processor greedy, nucleus 0.8 0.9"),
-        ("race", "whatif"),
+    about=f"Run the last prompt N times (default {REPEATS}) with each value of a setting, in turns. Commas separate "
+    "values of several words.",
+    example=("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
+    syntax=(
+        "/sweep NAME VALUE VALUE ... [xN]",
+        "/sweep temperature 0.5 1 x5",
+        "/sweep processor greedy, nucleus 0.8 0.9",
     ),
+    see_also=("race", "whatif"),
     words=dict.fromkeys((*SETTINGS, *PARTS), ""),
 )

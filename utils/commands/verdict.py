@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from utils.commands.experiments.race_results import race_row
 from utils.commands.experiments.race_runs import then_findings
 from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, VerdictClock, plan_prompts
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table
@@ -94,25 +94,23 @@ VERDICT = Command(
     _verdict,
     group="does it help?",
     rank=1,
-    page=Page(
-        "Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
-        "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
-        "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
-        "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
-        "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
-        (
-            "> /verdict",
-            "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",
-            "to 1.63 over 12 prompts), text identical on 12 of 12.",
-        ),
-        syntax=(
-            "/verdict          on the prompts typed so far, or else on the built-in ones",
-            "/verdict FILE     on the prompts of a file: one per line, or JSON lines",
-            "/verdict builtin  on the built-in prompts",
-            "/verdict apply    use the settings that the last answer recommends",
-        ),
-        see_also=("race", "whatif", "why"),
+    about="Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
+    "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
+    "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
+    "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
+    "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
+    example=(
+        "> /verdict",
+        "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",
+        "to 1.63 over 12 prompts), text identical on 12 of 12.",
     ),
+    syntax=(
+        "/verdict          on the prompts typed so far, or else on the built-in ones",
+        "/verdict FILE     on the prompts of a file: one per line, or JSON lines",
+        "/verdict builtin  on the built-in prompts",
+        "/verdict apply    use the settings that the last answer recommends",
+    ),
+    see_also=("race", "whatif", "why"),
     words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

@@ -12,7 +12,7 @@ from typing import Any
 from utils.commands.experiments.speed_model import TargetTiming, gamma_text, predictions, target_run
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
 from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, Report, ReportEvent
 from utils.comparison.session_state import LastPrompt
@@ -123,10 +123,8 @@ WHATIF = Command(
     _whatif,
     group="does it help?",
     rank=4,
-    page=Page(
-        "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-        "decoding again.",
-        ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
-        see_also=("gamma", "why", "race", "predicted"),
-    ),
+    about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
+    "decoding again.",
+    example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
+    see_also=("gamma", "why", "race", "predicted"),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from utils.commands.experiments.speed_model import TargetTiming, bottleneck, draft_figures, target_run
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.reports import Finding, Report
 from utils.comparison.session_state import LastPrompt
 from utils.errors import UserError
@@ -86,9 +86,7 @@ WHY = Command(
     _why,
     group="does it help?",
     rank=3,
-    page=Page(
-        "Where the time of the last prompt went: drafting, verifying and the rest, and what limits the speed-up most.",
-        ("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
-        see_also=("whatif", "race", "costs"),
-    ),
+    about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits the speed-up most.",
+    example=("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
+    see_also=("whatif", "race", "costs"),
 )

@@ -179,8 +179,8 @@ class SessionSettings:
         if (settings.engine, settings.threads) != (before.engine, before.threads):
             harness.start_engine(settings)
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
-            # Costs depend on the kernels and the threads.
-            settings = replace(settings, costs=None)
+            if settings.costs == before.costs:  # they depend on the kernels and the threads
+                settings = replace(settings, costs=None)
         elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
             harness.pair.engine.measure()
             harness.pair.engine.store()

@@ -181,7 +181,9 @@ def test_a_settings_file_is_one_change_and_one_line(view: Screen, tmp_path: Path
     assert session.handle("/undo") is Verdict.DONE and session.settings == before
     file.write_text(re.sub("/length .*", "/length 999999", file.read_text()) + "/ngram candidates 9\nHello\n")
     assert session.handle(f"/run {file}") is Verdict.FAILED, "the target does not support this length"
-    assert "999999" in view.take()[1]
+    assert "999999" in view.take()[1] and session.settings == before, "nothing is changed"
+    file.write_text(re.sub("/length .*", "/length 9", file.read_text()))
+    assert session.handle(f"/run {file}") is Verdict.DONE
     assert session.settings.gamma == 7 and session.settings.top_k_filler == 9 and session.harness.last().text == "Hello"
 
 

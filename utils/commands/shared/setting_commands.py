@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowTable
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext
 from utils.config.settings import SAMPLING_PARTS, Setting, Settings, setting_fields
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
@@ -51,7 +51,10 @@ def setting_command(row: Setting) -> Command:
         partial(set_or_show, row),
         group=row.group,
         rank=row.rank,
-        page=Page(row.text, _example(row), tuple(_syntax(row)), row.see_also),
+        about=row.text,
+        example=_example(row),
+        syntax=tuple(_syntax(row)),
+        see_also=row.see_also,
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
