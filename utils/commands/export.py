@@ -22,7 +22,7 @@ def _export(argument: str, context: CommandContext) -> Outcome:
     if form not in FORMATS:
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise UserError(f"'{path}' does not end in one of {endings}; write for example report.html.")
-    if not (records := context.harness.state.records):
+    if not (records := context.harness.state.records()):
         raise UserError(NOTHING)
     if form == "html":
         content = context.page()

@@ -245,8 +245,8 @@ PAIR_COMMANDS = (
         _load,
         group="models",
         rank=1,
-        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a new "
-        "target drops the old drafter. If loading fails, the old pair stays.",
+        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a "
+        "new target drops the old drafter. If loading fails, the old pair stays.",
         example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
         syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
         see_also=("pair", "drafter_kind"),
@@ -258,8 +258,8 @@ PAIR_COMMANDS = (
         "whether the two models fit together",
         _pair,
         group="models",
-        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context lengths "
-        "and caches.",
+        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context "
+        "lengths and caches.",
         example=("> /pair", "verdict   fine"),
         syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
         see_also=("load",),

@@ -86,7 +86,7 @@ WHY = Command(
     _why,
     group="does it help?",
     rank=3,
-    about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits the speed-up most.",
+    about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits its speed-up.",
     example=("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
     see_also=("whatif", "race", "costs"),
 )

@@ -1,13 +1,17 @@
-"""Runs prompts with the enabled strategies and the servers, and reports of commands; shows and stores the results.
+"""Runs prompts with the enabled strategies and the servers, reports of commands, and work behind the prompt.
 
-Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
+Results are shown and stored, even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache, partial
+from threading import Event, Thread
 from traceback import clear_frames
 from typing import Any
+
+import torch
 
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile, detail_records, report_record, run_records
@@ -26,7 +30,6 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
 from utils.models import Count
-from utils.models.feature_drafter import FeatureDrafter
 from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
@@ -40,13 +43,9 @@ COMPARING = "{}: comparing its logits with target-only ..."
 COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
-# The hint that a drafter may be read in the wrong way: so many first drafts of rounds, and fewer than this fraction
-# accepted. A drafter whose first drafts are accepted with probability 0.3 meets it with probability 0.001, one with 0.2
-# with 0.02 (checked after each of 20 prompts). Not more drafts, because adaptive gamma soon drafts little.
-LEAST_DRAFTS, LOW = 20, 0.04
-LOW_ACCEPTANCE = "Only {} of {} first drafts were accepted so far: /pair doctor checks how the drafter should be read."
 NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
 FINISHED = "Stopped. Finished so far:"
+POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
 class Verdict(Enum):
@@ -73,15 +72,16 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResultLog:
-    """Stores records: `state` keeps those of the last result for /export, and `file` appends all (--json)."""
+    """Stores results: `state` keeps the last one for /export, and `file` appends the records of all (--json)."""
 
     state: SessionState
     file: RecordFile | None
 
-    def add(self, records: list[dict[str, Any]]) -> None:
-        self.state.records = records
+    def add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
+        """Add the result with these records, which are made once: for the file, or when they are exported."""
+        self.state.records = cache(records)
         if self.file is not None:
-            self.file.append(records)
+            self.file.append(self.state.records())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,6 @@ class PromptRunner:
         causes: dict[str, Divergence] = {}
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
-            if hint := low_acceptance_hint(last, self.harness.state):
-                self.renderer.note(hint)
         except KeyboardInterrupt:
             self.renderer.note(COMPARISON_STOPPED)
             raise
@@ -180,7 +178,7 @@ class PromptRunner:
             explain_error(self.renderer, error)
         finally:
             self.harness.state.causes = causes
-            self.log.add(run_records(last, causes, self.harness.loaded))
+            self.log.add(partial(run_records, last, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
@@ -188,29 +186,6 @@ class PromptRunner:
             self.renderer.count(COMPARING.format(strategy.name))
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy.name, causes[strategy.name]
-
-
-def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
-    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
-    if not last.is_local or not isinstance((pair := last.job.pair).drafter, FeatureDrafter):
-        return ""
-    hint = ""
-    for strategy, run, _ in last.local:
-        if strategy.drafts and strategy.drafter_label(pair) == pair.drafter_kind:
-            rounds = [step.accepted > 0 for step in run.steps if step.drafted]
-            drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
-            drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
-            state.first_drafts[strategy.name] = drafted, accepted
-            hint = hint or (LOW_ACCEPTANCE.format(accepted, drafted) if is_low(drafted, accepted) else "")
-    if state.said_low_acceptance or not hint:
-        return ""
-    state.said_low_acceptance = True
-    return hint
-
-
-def is_low(drafted: int, accepted: int) -> bool:
-    """Whether so few first drafts were accepted that something is probably wrong."""
-    return drafted >= LEAST_DRAFTS and accepted < LOW * drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +230,8 @@ class ReportRunner:
         own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
         lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
         record = report_record(report, findings, lines, self.pair, finished=finished)
-        self.log.add([record, *detail_records(report)])
+        records = [record, *detail_records(report)]
+        self.log.add(lambda: records)
         show_report(self.renderer, report, findings, lines)
 
 
@@ -271,3 +247,61 @@ def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
             event = next(events)
     except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
         return
+
+
+class BackgroundTask:
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
+
+    While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
+
+    `work` receives a function that returns True if it should end early.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        self._work = work
+        self._thread: Thread | None = None
+        self._stopped = Event()
+        self._error: BaseException | None = None
+        self.is_planned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread is working."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        # A daemon, so that a thread that hangs does not keep the program alive.
+        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread, if there is one. Raises the thread's error once."""
+        self._join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the thread, or do the planned work."""
+        self.wait()
+        if self.is_planned:
+            self._work(lambda: False)
+            self.is_planned = False  # after the work, so that interrupted work starts again
+
+    def stop(self) -> None:
+        """End the thread as soon as possible."""
+        self._stopped.set()
+        self._join()
+
+    def _join(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(POLL)
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error

@@ -17,9 +17,8 @@ from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.engine import EngineState
 from utils.repl import loaded_pair
-from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.runner import BackgroundTask, Verdict
 from utils.repl.status import EXAMPLE, first_screen
 
 
