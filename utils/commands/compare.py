@@ -27,7 +27,7 @@ from utils.comparison.recorded_runs import (
     read_records,
 )
 from utils.comparison.records import SERVER, circumstances
-from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
+from utils.comparison.reports import Countdown, Finding, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.settings import from_json
 from utils.errors import UserError, check_choice
@@ -138,14 +138,8 @@ class _Comparison:
 
     def report(self, subject: tuple[str, str], events: Iterator[ReportEvent], context: CommandContext) -> RunReport:
         """The report of a command on files. `subject` is the name of the command and a text that names the files."""
-        name, files = subject
-        return RunReport(
-            Report(
-                *(name, files, context.settings, TABLE.headings, events, self.conclusion),
-                optional=TABLE.optional,
-                title=f"/{name}: {files}",
-            )
-        )
+        title = f"/{subject[0]}: {subject[1]}"
+        return TABLE.report(*subject, context.settings, events, conclude=self.conclusion, title=title)
 
 
 def _compare(argument: str, context: CommandContext) -> Outcome:

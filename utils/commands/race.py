@@ -14,7 +14,7 @@ from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.arms import Arm
 from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
-from utils.comparison.reports import Report, shortened
+from utils.comparison.reports import shortened
 from utils.errors import UserError
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
 
@@ -85,15 +85,13 @@ def _report(
     on_servers, race = record == ON_SERVERS, ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
     table, chosen, length = race_table(items, servers=on_servers), sample or NO_SAMPLE, context.settings.length
-    report = Report(
-        *(record, subject, context.settings, table.headings),
+    return table.report(
+        *(record, subject, context.settings),
         then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, chosen))),
-        lambda findings: race_conclusion(figures_of(findings), len(items) if sample else None),
+        conclude=lambda findings: race_conclusion(figures_of(findings), len(items) if sample else None),
         tables=lambda findings: chosen.tables(figures_of(findings), length) if chosen.name else [],
-        optional=table.optional,
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
-    return RunReport(report)
 
 
 RACE = Command(

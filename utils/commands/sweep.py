@@ -11,10 +11,10 @@ from utils.bounds import WholeRange
 from utils.commands.experiments.race_results import NO_RIVAL, NO_TARGET, RANGE, best_of_each, race_row, spread
 from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, then_findings
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.outcomes import Outcome
 from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Report, ReportEvent, shortened
+from utils.comparison.reports import ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
@@ -83,13 +83,14 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
         for label, settings in (_value(name, word, context) for word in words)
     ]
     table = sweep_table(name)
-    report = Report(
-        *("sweep", last.text, context.settings, table.headings, _events(harness, items, table, repeats=repeats)),
-        lambda findings: conclusion(figures_of(findings)),
-        optional=table.optional,
-        title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
-    )
-    return [RunReport(report)]
+    events, title = _events(harness, items, table, repeats=repeats), f"/sweep {name}, {count_of(repeats, 'repeat')} of "
+    return [
+        table.report(
+            *("sweep", last.text, context.settings, events),
+            conclude=lambda findings: conclusion(figures_of(findings)),
+            title=f'{title}"{shortened(last.text)}"',
+        )
+    ]
 
 
 def _value(name: str, word: str, context: CommandContext) -> tuple[str, Settings]:

@@ -11,7 +11,7 @@ from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPla
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
-from utils.comparison.reports import Report, ReportEvent, shortened
+from utils.comparison.reports import ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
@@ -33,7 +33,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     if servers and (not kinds or comparable_servers(harness)):
         kinds.append(ServerSelection)
     runs = (_VerdictRun(kind(harness, settings), settings, plan) for kind in kinds)
-    return [RunReport(run.report()) for run in runs]
+    return [run.report() for run in runs]
 
 
 def _apply(context: CommandContext) -> Outcome:
@@ -55,16 +55,15 @@ class _VerdictRun:
     plan: PromptPlan
     measurement: Measurement | None = None
 
-    def report(self) -> Report:
-        """The report."""
+    def report(self) -> RunReport:
         servers, count = isinstance(self.selection, ServerSelection), len(self.plan.measured)
         # "On this prompt" must identify the prompt, above all on a page of many results.
         what = f"{count} {self.plan.source}" if count > 1 else f'"{shortened(self.plan.measured[0].text)}"'
         table = verdict_table(servers=servers)
-        return Report(
-            *("server_verdict" if servers else "verdict", self.plan.source, self.settings, table.headings),
+        return table.report(
+            *("server_verdict" if servers else "verdict", self.plan.source, self.settings),
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            lambda findings: sentences(findings[-1].figures),
+            conclude=lambda findings: sentences(findings[-1].figures),
             attachment=lambda findings: "\n".join(findings[-1].figures.get("elsewhere", ())),
             transposed=True,
             title=f"/verdict on {what}" + ", on servers" * servers,

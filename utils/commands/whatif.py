@@ -11,10 +11,10 @@ from typing import Any
 
 from utils.commands.experiments.speed_model import TargetTiming, gamma_text, predictions, target_run
 from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
-from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.outcomes import Outcome
 from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, ReportEvent
 from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import Strategy
 from utils.text import count_of
@@ -48,12 +48,8 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
     drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    report = Report(
-        *("whatif", last.text, settings, TABLE.headings, _findings(job, drafting, last)),
-        partial(_conclusion, context.settings.gamma),
-        optional=TABLE.optional,
-    )
-    return [RunReport(report)]
+    events, conclude = _findings(job, drafting, last), partial(_conclusion, context.settings.gamma)
+    return [TABLE.report("whatif", last.text, settings, events, conclude=conclude)]
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:

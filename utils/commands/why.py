@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from utils.commands.experiments.speed_model import TargetTiming, bottleneck, draft_figures, target_run
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.outcomes import Outcome
 from utils.commands.shared.registry import Command, CommandContext
-from utils.comparison.reports import Finding, Report
+from utils.comparison.reports import Finding
 from utils.comparison.session_state import LastPrompt
 from utils.errors import UserError
 
@@ -50,9 +50,7 @@ def _why(argument: str, context: CommandContext) -> Outcome:
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
-    settings = last.job.settings
-    report = Report(*("why", last.text, settings, TABLE.headings, _findings(last), _conclusion), transposed=True)
-    return [RunReport(report)]
+    return [TABLE.report("why", last.text, last.job.settings, _findings(last), conclude=_conclusion, transposed=True)]
 
 
 def _findings(last: LastPrompt) -> Iterator[Finding]:

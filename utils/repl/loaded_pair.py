@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from utils.commands import Registry
-from utils.commands.shared.setting_commands import busy_notes
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
@@ -265,7 +264,7 @@ class LoadedPair:
     def introduce(self, note: Callable[[str], None]) -> None:
         """Report which engine computes the pair, and what its loading found."""
         pair = self.harness.pair
-        for line in (f"engine: {pair.engine.state.sentence()}", *busy_notes(pair.engine), *pair.notes):
+        for line in (f"engine: {pair.engine.state.sentence()}", *pair.notes):
             note(line)
 
     def warm_up(self) -> None:

@@ -25,11 +25,6 @@ LEGEND = (
     "memory: what an engine needs for the weights; bits: whether a verify pass has those of decode steps. *: in use. "
     "~: estimated from a few layers."
 )
-MUCH_FASTER = 1.5  # if decode steps are this many times faster now, the choice of engine or threads may be outdated
-BUSY = (
-    "The engines were compared while this machine was busy (a decode step took {:.0f} ms, now {:.0f}): /engine test "
-    "compares them again."
-)
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
@@ -135,17 +130,8 @@ def engine_notes(engine: Engine) -> Iterator[str]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
-    yield from busy_notes(engine)
     if other := engine.faster_baseline():
         yield ELSEWHERE.format(other.factor, other.name)
-
-
-def busy_notes(engine: Engine) -> tuple[str, ...]:
-    """A sentence if the machine was much slower during the comparison of the engines than it is now."""
-    row, now = engine.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
-    if not now or row.step_seconds < MUCH_FASTER * now:
-        return ()
-    return (BUSY.format(1000 * row.step_seconds, 1000 * now),)
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:
