@@ -12,7 +12,7 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.experiments.race_runs import pooled_totals
+from utils.commands.experiments.races import pooled_totals
 from utils.comparison.runs import Run
 from utils.decode.steps import FinishReason
 from utils.metrics.benchmark_figures import benchmark_figures

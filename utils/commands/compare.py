@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, by_strategy, figure, figures_of
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext
@@ -120,7 +120,9 @@ class _Comparison:
         return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else Finding((), row)
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        lines = [line for name, rows in by_strategy(findings).items() for line in _verdict(name, rows)]
+        lines = [
+            line for name, rows in grouped(figures_of(findings), "strategy").items() for line in _verdict(name, rows)
+        ]
         if (hidden := len(findings) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
         if left := [

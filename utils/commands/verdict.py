@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import then_findings
+from utils.commands.experiments.races import race_row, then_findings
 from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
 from utils.commands.shared.registry import Command, CommandContext
 from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, VerdictClock, plan_prompts

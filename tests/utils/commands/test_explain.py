@@ -8,7 +8,7 @@ import pytest
 from fakes import Screen, open_session, screen
 from paths import ROOT
 
-from utils.commands.explain import FIGURES
+from utils.commands.help import FIGURES
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.text import decode, visible

@@ -10,7 +10,7 @@ from fakes import Screen, open_session, records_of, screen
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
-from utils.commands.explain import FIGURES
+from utils.commands.help import FIGURES
 from utils.commands.shared.registry import ALIASES, GROUPS
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.repl.repl_session import ReplSession

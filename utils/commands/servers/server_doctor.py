@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.race_results import with_bounds
+from utils.commands.experiments.races import with_bounds
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.commands.shared.outcomes import Outcome, RunReport
 from utils.commands.shared.paths import path_in

@@ -1,6 +1,6 @@
 """Tables of results as rows of columns: a heading, what a cell shows, and when a narrow screen drops it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,9 +77,9 @@ def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     return [finding.figures for finding in findings]
 
 
-def by_strategy(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
-    """The figures of findings, grouped by strategy."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in figures_of(findings):
-        rows.setdefault(row["strategy"], []).append(row)
-    return rows
+def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    """The rows by one of their figures."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.race_results import race_rows, speedups_by_prompt
-from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult
+from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_rows, speedups_by_prompt
 from utils.comparison.arms import Arm, complete
 from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES

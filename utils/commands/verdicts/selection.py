@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import (
+from utils.commands.experiments.races import (
     ONLY_FIRST_TURNS,
     ArmRace,
     RaceItem,
     check_prompt,
+    race_row,
     rotated,
     server_arms,
 )
