@@ -13,7 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.outcomes import Outcome, RunReport
+from utils.commands.shared.outcomes import Outcome
 from utils.commands.shared.paths import path_in
 from utils.commands.shared.registry import Command, CommandContext
 from utils.comparison.arms import complete
@@ -120,15 +120,12 @@ class _Comparison:
         return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else Finding((), row)
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        lines = [
-            line for name, rows in grouped(figures_of(findings), "strategy").items() for line in _verdict(name, rows)
-        ]
+        groups = grouped(figures_of(findings), "strategy")
+        lines = [line for name, rows in groups.items() for line in _verdict(name, rows)]
         if (hidden := len(findings) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
-        if left := [
-            *self.left_out,
-            *(f"{count_of(count, 'record')} of {name}." for name, count in self.others.items()),
-        ]:
+        others = (f"{count_of(count, 'record')} of {name}." for name, count in self.others.items())
+        if left := [*self.left_out, *others]:
             more = [f"and {len(left) - SHOWN_LINES} more."] if len(left) > SHOWN_LINES else []
             lines += [NOT_COMPARED, *left[:SHOWN_LINES], *more]
         if not self.matches:
@@ -137,11 +134,6 @@ class _Comparison:
             return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
         changed = any(row["same_text"] is False for row in figures_of(findings))
         return [*lines, AT_OTHER_TIMES, SAME, *[UNEXPLAINED] * changed]
-
-    def report(self, subject: tuple[str, str], events: Iterator[ReportEvent], context: CommandContext) -> RunReport:
-        """The report of a command on files. `subject` is the name of the command and a text that names the files."""
-        title = f"/{subject[0]}: {subject[1]}"
-        return TABLE.report(*subject, context.settings, events, conclude=self.conclusion, title=title)
 
 
 def _compare(argument: str, context: CommandContext) -> Outcome:
@@ -156,15 +148,17 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
     if not matches:
         raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
     comparison = _Comparison([*first.left_out, *second.left_out, *problems], first.others + second.others)
-    subject = ("compare", f"A is {first.path}, B is {second.path}")
-    return [comparison.report(subject, (comparison.add(found) for found in matches), context)]
+    files = f"A is {first.path}, B is {second.path}"
+    events, title = map(comparison.add, matches), f"/compare: {files}"
+    return [TABLE.report("compare", files, context.settings, events, conclude=comparison.conclusion, title=title)]
 
 
 def _replay(argument: str, context: CommandContext) -> Outcome:
     file = read_records(path_in(argument, "/replay runs.jsonl"))
     comparison = _Comparison(file.left_out, file.others)
-    subject = ("replay", f"A is {file.path}, B is the same run now")
-    return [comparison.report(subject, _replayed(comparison, file.runs, context), context)]
+    files, events = f"A is {file.path}, B is the same run now", _replayed(comparison, file.runs, context)
+    title = f"/replay: {files}"
+    return [TABLE.report("replay", files, context.settings, events, conclude=comparison.conclusion, title=title)]
 
 
 def _replayed(
@@ -224,7 +218,9 @@ def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
     """Whether a strategy is faster in B, and what else differs."""
-    yield f"{strategy}: {_relation(_by_prompt(rows))}"
+    # By prompt: runs of one prompt with several settings are more alike than runs of other prompts.
+    ratios = [[ratio for row in own for ratio in row["ratios"]] for own in grouped(rows, "prompt").values()]
+    yield f"{strategy}: {_relation(ratios)}"
     counted = [row for row in rows if None not in (*row["accepted"], *row["drafted"])]
     totals = [[sum(row[name][side] for row in counted) for name in ("accepted", "drafted")] for side in (0, 1)]
     if all(drafted for _, drafted in totals):
@@ -232,14 +228,6 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{strategy}, acceptance: {' in A, '.join(rates)} in B."
     if texts := [row["same_text"] for row in rows if row["same_text"] is not None]:
         yield f"{strategy}, texts: {sum(texts)} of {len(texts)} are the same."
-
-
-def _by_prompt(rows: Sequence[Row]) -> list[list[float]]:
-    """The ratios of each prompt. Runs of one prompt with several settings are more alike than runs of other prompts."""
-    prompts: dict[str, list[float]] = {}
-    for row in rows:
-        prompts.setdefault(row["prompt"], []).extend(row["ratios"])
-    return list(prompts.values())
 
 
 def _relation(ratios: Sequence[Sequence[float]]) -> str:

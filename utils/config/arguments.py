@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -211,7 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Pairs: {pairs}; published drafters (/pair list names them); and those of the config file",
     )
     _add_models(parser)
-    _add_computation(parser)
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="run this prompt and exit, after the lines of -c")
     add("-c", dest="lines", action="append", default=[], metavar="LINE", help="run this line and exit; repeatable")
@@ -241,8 +241,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(setting: Setting, text: str) -> object:
+    return setting.value_type.parse(text, setting.default, Limits())
+
+
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    """Flags that choose the models and how their weights are stored."""
+    """Flags that choose the models, how their weights are stored and how they are computed."""
     add = parser.add_argument
     add("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
     add(
@@ -256,25 +260,16 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the target (default: none)")
     add("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="quantization of the drafter (default: none)")
-
-
-def _add_computation(parser: argparse.ArgumentParser) -> None:
-    """Flags about how the models are computed: the format of the weights, and settings."""
-    parser.add_argument(
+    add(
         "--engine-weights",
         choices=ENGINE_WEIGHTS,
         default="float32",
         help="format of the linear weights on a CPU; gguf: the blocks of the target's GGUF file (default: float32)",
     )
     for setting in flag_settings():
-        parser.add_argument(
+        add(
             f"--{setting.name}",
-            type=_setting_flag(setting),
+            type=flag_type(partial(_parsed, setting)),
             metavar=setting.value_type.usage,
             help=f"{setting.summary} (default: {setting.show(Settings())})",
         )
-
-
-def _setting_flag(setting: Setting) -> Callable[[str], object]:
-    """The value of a setting as the argparse `type` of its flag."""
-    return flag_type(lambda text: setting.value_type.parse(text, setting.default, Limits()))

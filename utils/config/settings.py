@@ -63,7 +63,6 @@ class Settings:
         "speculative decoding with the drafter",
         text="Run speculative decoding: the drafter proposes tokens, and the target verifies them in one forward "
         "pass (Leviathan et al. 2023).",
-        example=("", "speculative: off (was on)"),
         see_also=("drafter_kind", "gamma", "ngram", "target"),
     )
     ngram: bool = _setting(
@@ -85,7 +84,6 @@ class Settings:
         "strategies",
         "the target alone, the baseline",
         text="Run the target alone. All speed-ups and comparisons of texts refer to this run.",
-        example=("on",),
         see_also=("speculative", "speed-up", "text"),
     )
     drafter: bool = _setting(
@@ -94,7 +92,6 @@ class Settings:
         "strategies",
         "the drafter alone",
         text="Run the drafter model alone, for comparison. Its text is its own.",
-        example=("on",),
         see_also=("speculative", "target"),
     )
     beams: int = _setting(
@@ -251,7 +248,6 @@ class Settings:
         "keep keys and values between rounds",
         text="Whether keys and values of earlier tokens are kept. off computes all tokens again in every round: the "
         "text is the same, but every strategy is slow.",
-        example=("", "cache: off (was on)"),
         forms={"on": "keep them", "off": "compute all tokens again in every round"},
         see_also=("pair", "target"),
     )
@@ -262,7 +258,6 @@ class Settings:
         "put prompts into the chat template",
         text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
         "continues the prompt as it stands. auto is decided anew by every /load.",
-        example=("off",),
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
         see_also=("system", "turns"),
         fact="chat now",
@@ -285,7 +280,6 @@ class Settings:
         "continue the conversation",
         text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
         "was interrupted or failed is not kept.",
-        example=("on",),
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
         see_also=("chat", "system"),
         needs="chat",
@@ -297,7 +291,6 @@ class Settings:
         "read names of special tokens in prompts",
         text="Whether names such as <|im_end|> in a prompt become the special tokens that they name. off reads them "
         "as text.",
-        example=("on",),
         see_also=("chat",),
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
@@ -346,9 +339,9 @@ class Setting:
     from Settings and make new Settings with another one. `default` is a field's.
 
     `group` is a heading of /help, empty for a field that only parts set. `summary` has at most 39 characters. `text` is
-    its page, in sentences. `example` is an argument to type, and the lines that it shows unless they repeat it. `forms`
-    describe what can be typed, above all its completions. `see_also` lists commands and figures. `rank` is its place on
-    the first page of /help; settings with 0 are only on /help all.
+    its page, in sentences. `example` is an argument to type, by default on or off, and the lines that it shows unless
+    they repeat it. `forms` describe what can be typed, above all its completions. `see_also` lists commands and
+    figures. `rank` is its place on the first page of /help; settings with 0 are only on /help all.
 
     `needs` is a toggle without which it has no effect. `fact` is the label in /show of the value in effect. `is_flag`
     is True if it is also a command-line flag.

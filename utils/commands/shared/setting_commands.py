@@ -58,8 +58,8 @@ def setting_command(row: Setting) -> Command:
 
 def _example(row: Setting) -> tuple[str, ...]:
     """The typed line and its output, which is the value itself unless the row defines it."""
-    value, *shown = row.example or ("",)
-    return (f"> /{row.name} {value}".rstrip(), *(shown or [f"{row.name}: {value}"]))
+    value, *shown = row.example or ("on" if row.default is False else "off",)
+    return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
 
 
 def _syntax(row: Setting) -> Iterator[str]:
