@@ -174,6 +174,6 @@ def test_the_line_during_the_imports_is_for_terminals_only(
         monkeypatch.setattr(f"sys.{name}", stream)
     monkeypatch.setenv("TERM", term)
     screen.show_importing()
-    screen.clear_importing()
+    screen.show_importing(screen.CLEAR_LINE)
     shown = terminal and term != "dumb"
     assert streams[1].getvalue() == (screen.IMPORTING + screen.CLEAR_LINE if shown else "")
