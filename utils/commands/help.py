@@ -91,7 +91,7 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         command = context.registry.find(name)
     except UserError as error:
         with suppress(UserError):
-            return context.registry.run(f"/explain {name}", context)
+            return _explain(name, context)
         if " " not in name:
             raise CommandError(f"{name} is not a figure. {error}") from error
         command = context.registry.find(name.split()[0])  # such as "gamma auto"

@@ -15,7 +15,6 @@ from utils.commands.shared.outcomes import (
     RunLines,
     RunReport,
     ShowRows,
-    ShowTable,
     UsePair,
     UseServers,
     UseStorage,
@@ -26,7 +25,7 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
-from utils.repl.runner import PromptRunner, ReportRunner, ResultLog, Verdict, explain_error
+from utils.repl.runner import Runner, Verdict, explain_error
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
 from utils.servers.address import ServerAddress
 from utils.text import quoted_text, unescape
@@ -162,10 +161,8 @@ class ReplSession:
         match effect:
             case Reply(text):
                 renderer.reply(text)
-            case ShowRows(rows):
-                renderer.rows(rows)
-            case ShowTable(headings, rows):
-                renderer.table(headings, rows)
+            case ShowRows(rows, headings):
+                renderer.table(headings, rows) if headings else renderer.rows(rows)
             case Action.CLEAR_SCREEN:
                 renderer.clear()
             case ChangeSettings(changed, reply):
@@ -192,15 +189,16 @@ class ReplSession:
             case RunReport(report):
                 self._finish_warm_up()
                 try:
-                    return ReportRunner(self.harness.loaded, renderer, self._log()).run(report)
+                    return self._runner.report(report)
                 finally:
                     settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
             case Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
 
-    def _log(self) -> ResultLog:
-        return ResultLog(self.harness.state, self._tools.records)
+    @property
+    def _runner(self) -> Runner:
+        return Runner(self.harness, self._renderer, self._tools.records, echo=not self._tools.interactive)
 
     def _finish_warm_up(self) -> None:
         """Finish the warm-up before a measurement."""
@@ -210,8 +208,7 @@ class ReplSession:
 
     def _run_prompt(self, text: str) -> Verdict:
         self._finish_warm_up()
-        echo = not self._tools.interactive
-        return PromptRunner(self.harness, self._renderer, self._log(), echo).run(text, self.settings)
+        return self._runner.prompt(text, self.settings)
 
     def _run_lines(self, lines: Sequence[str]) -> Verdict:
         """Process lines as if they were typed, until one quits or is interrupted."""

@@ -20,7 +20,6 @@ from utils.comparison.runs import Run
 from utils.comparison.session_state import (
     LastPrompt,
     PlannedRun,
-    SessionState,
     divergence_of,
     unlike_target,
 )
@@ -31,7 +30,6 @@ from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
 from utils.models import Count
 from utils.models.load_errors import is_out_of_memory
-from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, show_comparison, show_report
@@ -71,32 +69,18 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultLog:
-    """Stores results: `state` keeps the last one for /export, and `file` appends the records of all (--json)."""
+class Runner:
+    """Runs prompts with the enabled strategies and the servers, and reports. Their results are shown and stored.
 
-    state: SessionState
-    file: RecordFile | None
-
-    def add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
-        """Add the result with these records, which are made once: for the file, or when they are exported."""
-        self.state.records = cache(records)
-        if self.file is not None:
-            self.file.append(self.state.records())
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRunner:
-    """Runs prompts with the enabled strategies and the servers.
-
-    `echo` is True if the prompt must be shown, because it was not typed on this screen.
+    `records` is the file of --json. `echo` is True if a prompt must be shown, because it was not typed on this screen.
     """
 
     harness: Harness
     renderer: Renderer
-    log: ResultLog
+    records: RecordFile | None
     echo: bool
 
-    def run(self, text: str, settings: Settings) -> Verdict:
+    def prompt(self, text: str, settings: Settings) -> Verdict:
         """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
 
         Raises UserError for a prompt that the target cannot take.
@@ -110,17 +94,13 @@ class PromptRunner:
             self.harness.state.storage.reset()
             self.harness.state.caches.texts.clear()
         self.renderer.prompt(text, echo=self.echo)
-        run = self._run_turn if settings.keeps_conversation else self._run_and_compare
-        return run(text, planned, settings)
-
-    def _run_turn(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
         verdict = Verdict.FAILED  # unless the runs return a verdict, so an exception counts as failed
         try:
             verdict = self._run_and_compare(text, planned, settings)
         finally:
-            if verdict is Verdict.DONE:
+            if settings.keeps_conversation and verdict is Verdict.DONE:
                 self.harness.keep_turn()
-            else:
+            elif settings.keeps_conversation:
                 self.renderer.note(TURN_NOT_KEPT)
         return verdict
 
@@ -178,7 +158,7 @@ class PromptRunner:
             explain_error(self.renderer, error)
         finally:
             self.harness.state.causes = causes
-            self.log.add(partial(run_records, last, causes, self.harness.loaded))
+            self._add(partial(run_records, last, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
@@ -187,22 +167,19 @@ class PromptRunner:
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy.name, causes[strategy.name]
 
-
-@dataclass(frozen=True, slots=True)
-class ReportRunner:
-    """Runs reports. `pair` has the loaded models for the record, or is None."""
-
-    pair: Pair | None
-    renderer: Renderer
-    log: ResultLog
-
-    def run(self, report: Report) -> Verdict:
+    def report(self, report: Report) -> Verdict:
         """Run a report. After Ctrl-C the findings so far are shown and recorded."""
         findings: list[Finding] = []
         finished = False
         try:
             for event in report.events:
-                self._receive(event, findings)
+                if isinstance(event, Finding):
+                    findings.append(event)
+                elif isinstance(event, Note):
+                    self.renderer.note(event.text)
+                else:
+                    show = self.renderer.count if isinstance(event.text, Count) else self.renderer.progress
+                    show(event.text)
             finished = True
         except KeyboardInterrupt:
             findings += _remaining_findings(report.events)
@@ -214,25 +191,22 @@ class ReportRunner:
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
-    def _receive(self, event: ReportEvent, findings: list[Finding]) -> None:
-        if isinstance(event, Finding):
-            findings.append(event)
-        elif isinstance(event, Note):
-            self.renderer.note(event.text)
-        elif isinstance(event.text, Count):
-            self.renderer.count(event.text)
-        else:
-            self.renderer.progress(event.text)
-
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        other = None if self.pair is None else self.pair.engine.faster_baseline()
+        pair = self.harness.loaded
+        other = None if pair is None else pair.engine.faster_baseline()
         # Servers have their own baselines.
         own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
         lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
-        record = report_record(report, findings, lines, self.pair, finished=finished)
+        record = report_record(report, findings, lines, pair, finished=finished)
         records = [record, *detail_records(report)]
-        self.log.add(lambda: records)
+        self._add(lambda: records)
         show_report(self.renderer, report, findings, lines)
+
+    def _add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
+        """Store a result, whose records are made once: for the file, or when they are exported."""
+        self.harness.state.records = cache(records)
+        if self.records is not None:
+            self.records.append(self.harness.state.records())
 
 
 def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:

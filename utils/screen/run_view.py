@@ -5,6 +5,7 @@ words as it grows; each piece keeps its mark, such as that of an accepted draft.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -34,16 +35,19 @@ NONE, NO_TEXT = "(no tokens)", "(no text)"
 READS_THE_SAME = ", but the text reads the same"
 
 
+@dataclass(slots=True)
 class PromptView:
     """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models.
+    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are the
+    finished runs whose texts are on the screen, and `has_legend` whether the signs of /debug full are explained there.
     """
 
-    def __init__(self, renderer: Renderer, tokenizer: Any, settings: Settings) -> None:
-        self.renderer, self.tokenizer, self.settings = renderer, tokenizer, settings
-        self.needs_legend = settings.debug == "full"
-        self.shown: list[Run] = []  # finished runs whose texts are on the screen
+    renderer: Renderer
+    tokenizer: Any
+    settings: Settings
+    shown: list[Run] = field(default_factory=list)
+    has_legend: bool = False
 
     def begin(self, arm: Arm) -> "RunView":
         """The view of the next run. Its title is shown if its lines follow now."""
@@ -77,8 +81,8 @@ class RunView:
         """Show what comes before the first step."""
         if self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
-        if self._shows_rounds and self._prompt.needs_legend:
-            self._prompt.needs_legend = False
+        if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
+            self._prompt.has_legend = True
             self._renderer.legend()
         self._count("waiting for the first token ..." if self._text is None else "reading the prompt ...")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowTable
+from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowRows
 from utils.commands.shared.registry import Command, CommandContext
 from utils.config.settings import SAMPLING_PARTS, Setting, Settings, setting_fields
 from utils.engine import Engine
@@ -97,7 +97,7 @@ def _shown(row: Setting, context: CommandContext) -> Outcome:
     if row.name != "engine":
         return [reply]
     engine = context.harness.pair.engine
-    return [reply, ShowTable(HEADINGS, engine_rows(engine)), *map(Reply, engine_notes(engine))]
+    return [reply, ShowRows(engine_rows(engine), HEADINGS), *map(Reply, engine_notes(engine))]
 
 
 def _processor(row: Setting, settings: Settings) -> str:
