@@ -39,8 +39,8 @@ READS_THE_SAME = ", but the text reads the same"
 class PromptView:
     """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are the
-    finished runs whose texts are on the screen, and `has_legend` whether the signs of /debug full are explained there.
+    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are
+    the finished runs whose texts are on the screen.
     """
 
     renderer: Renderer
