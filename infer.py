@@ -100,23 +100,21 @@ def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[str], *,
 
 def lines_for(
     arguments: argparse.Namespace, session: ReplSession, renderer: Renderer, *, interactive: bool
-) -> Iterable[str]:
-    """The lines of -c, of the keyboard, or of standard input if nothing else says what to run."""
+) -> Iterator[str]:
+    """The lines of -c, of the keyboard, or of standard input if nothing else says what to run.
+
+    Those of the keyboard about servers are stored in the history once they have succeeded.
+    """
     if interactive:
-        return keyboard_lines(session, renderer)
-    lines: list[str] = arguments.lines
-    if not lines and arguments.prompt is None and not arguments.prompts:
-        return piped_lines()
-    return lines
-
-
-def keyboard_lines(session: ReplSession, renderer: Renderer) -> Iterator[str]:
-    """The lines of the keyboard. Those about servers are stored in the history once they have succeeded."""
-    history = LineHistory(history_path(), renderer.note)
-    for line in typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status):
-        yield line
-        if line == session.succeeded:
-            history.keep()
+        history = LineHistory(history_path(), renderer.note)
+        for line in typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status):
+            yield line
+            if line == session.succeeded:
+                history.keep()
+    elif arguments.lines or arguments.prompt is not None or arguments.prompts:
+        yield from arguments.lines
+    else:
+        yield from piped_lines()
 
 
 def given_prompts(arguments: argparse.Namespace) -> list[str]:

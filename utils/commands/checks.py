@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ class _Audit:
                 cached.rewind(known)
             yield cached.feed(context, keep=count)
 
-    def _session(self, **settings: bool) -> ModelSession:
+    def _session(self, **settings: Any) -> ModelSession:
         """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""
         session = replace(self.job, settings=replace(self.job.settings, **settings)).session("target")
         session.begin(self.job.prompt)

@@ -151,14 +151,10 @@ def _positions(row: Row) -> str:
     return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
 
 
-def _seconds_column(part: str) -> ResultColumn:
+def _seconds(row: Row, part: str) -> str:
     """The seconds of one part of the run, and their share."""
-
-    def shown(row: Row) -> str:
-        total = sum(row["seconds"].values())
-        return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
-
-    return ResultColumn(part, shown)
+    total = sum(row["seconds"].values())
+    return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
 
 
 WHY_TABLE = ResultTable(
@@ -170,7 +166,7 @@ WHY_TABLE = ResultTable(
     figure("verify cost", "verify_cost", "{:.2f}"),
     ResultColumn("by position", _positions),
     ResultColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
-    *map(_seconds_column, ("drafting", "verifying", "other")),
+    *(ResultColumn(part, partial(_seconds, part=part)) for part in ("drafting", "verifying", "other")),
 )
 
 

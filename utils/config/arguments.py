@@ -153,22 +153,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(**config.flags)
     arguments = parser.parse_args(argv)
     arguments.config = config
-    _add_server_addresses(arguments, parser)
+    try:
+        given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
+        arguments.servers = merged(config.servers, given)
+    except UserError as error:
+        parser.error(f"--server: {error}")
+    arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
-
-
-def _add_server_addresses(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """The servers of the flags and the config file as addresses, and whether only servers are used."""
-    try:
-        given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
-        arguments.servers = merged(arguments.config.servers, given)
-    except UserError as error:
-        parser.error(f"--server: {error}")
-    arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
 
 
 def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse.ArgumentParser) -> str:

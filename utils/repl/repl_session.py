@@ -118,8 +118,10 @@ class ReplSession:
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
         try:
-            if not at_once:
-                self._wait_for_warm_up()
+            if not at_once:  # nothing else may use the models during a warm-up behind the prompt
+                if self._loaded.warming.is_running:
+                    self._renderer.progress(WARMING_UP)
+                self._loaded.warming.wait()
             return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
@@ -132,12 +134,6 @@ class ReplSession:
         finally:
             self._renderer.end_progress()
         return Verdict.FAILED
-
-    def _wait_for_warm_up(self) -> None:
-        """Wait for a warm-up behind the prompt, because nothing else may use the models meanwhile."""
-        if self._loaded.warming.is_running:
-            self._renderer.progress(WARMING_UP)
-        self._loaded.warming.wait()
 
     def _run_command(self, line: str) -> Verdict:
         """Run a command and apply its effects in order. The verdict is that of the last effect."""

@@ -186,8 +186,7 @@ class Runner:
             self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
         finally:
             self.renderer.end_progress()
-            # Also after an error, which is raised again afterwards.
-            if findings:
+            if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
