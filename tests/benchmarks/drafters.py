@@ -27,7 +27,7 @@ from utils.metrics.intervals import Interval, speedup_interval
 from utils.metrics.results import Generation, collect, pooled
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.screen.renderer import Renderer, make_renderer
 
 DECODING: dict[str, dict[str, Any]] = {

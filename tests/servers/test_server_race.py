@@ -10,7 +10,7 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import count_tokens, server_session
 
-from utils.commands.experiments.race_runs import pooled_run
+from utils.commands.experiments.races import pooled_run
 from utils.commands.verdicts import measurement
 from utils.comparison.runs import Run
 from utils.decode.steps import FinishReason

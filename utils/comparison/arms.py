@@ -23,8 +23,7 @@ from utils.metrics.results import Comparison, collect
 from utils.metrics.stopwatch import RoundTiming, Stopwatch
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
-from utils.prompts.chat_template import prompt_ids
-from utils.prompts.conversation import Turns, to_messages
+from utils.prompts.conversation import Turns, prompt_ids, to_messages
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, Piece, ServerRequest

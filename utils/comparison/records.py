@@ -21,8 +21,7 @@ from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
 from utils.comparison.session_state import LastPrompt
-from utils.config.setting_table import as_json
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason

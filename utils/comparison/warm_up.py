@@ -10,8 +10,7 @@ from sampling import RULES
 from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.config.setting_table import as_json
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.engine import Engine

@@ -53,7 +53,7 @@ from utils.pairs.request import (
     check_shared,
     layer_count,
 )
-from utils.prompts.chat_template import end_ids, unknown_ids
+from utils.prompts.conversation import end_ids, unknown_ids
 from utils.text import first_of
 
 # In the target's files, so not in the table. Programs feed the target's state before or after its final norm.

@@ -16,17 +16,15 @@ from utils.files import read_text
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt without one
-NO_PROMPT = '{}: a JSON line needs a "prompt" or "turns", for example {{"prompt": "Hello"}}.'
-BAD_PROMPT = '{}: "prompt" must be a text that is not blank.'
-BAD_TURNS = '{}: "turns" must be a list of texts that are not blank, for example {{"turns": ["Hello", "And then?"]}}.'
+NO_PROMPT = (
+    '{}: a JSON line needs a "prompt", a text, or "turns", a list of texts that are not blank, for example '
+    '{{"prompt": "Hello"}}.'
+)
 NOT_FETCHED = (
     "{}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches the "
     "texts of SPEED-Bench."
 )
-PARQUET = (
-    "The prompts file {0} is a Parquet file. Convert it to JSON lines: python -c \"import pandas; pandas.read_parquet('"
-    "{1}').to_json('{2}', orient='records', lines=True)\""
-)
+PARQUET = "The prompts file {} is a Parquet file: convert it to JSON lines, for example with read_parquet of pandas."
 # Spec-Bench (Xia et al. 2024, hemingkx/Spec-Bench, data/spec_bench/question.jsonl) has question_id (a whole number),
 # category and turns. Its tables count the eight categories of MT-bench as one (evaluation/speed.py). SPEED-Bench
 # (arXiv 2604.09557, nvidia/SPEED-Bench) has question_id (a text), category, sub_category, turns, source, src_id,
@@ -79,7 +77,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _prompts_of(path: Path) -> Iterator[Prompt]:
     if path.suffix.lower() == ".parquet":
-        raise UserError(PARQUET.format(path, path.name, path.with_suffix(".jsonl").name))
+        raise UserError(PARQUET.format(path))
     # Without the byte order mark, which would hide the brace of a first JSON line.
     lines = read_text(path, "The prompts file").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -100,15 +98,12 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
     """The user's messages, at least one."""
-    if "turns" not in entry and "prompt" not in entry:
-        raise UserError(NO_PROMPT.format(where))
-    name = "turns" if "turns" in entry else "prompt"
-    found = entry[name]
+    found = entry.get("turns", entry.get("prompt"))
     # Some copies of MT-bench have a list of turns in "prompt".
-    turns = found if isinstance(found, list) else [] if name == "turns" else [found]
+    turns = found if isinstance(found, list) else [found] * ("turns" not in entry)
     texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()]
     if not texts or len(texts) < len(turns):
-        raise UserError((BAD_TURNS if name == "turns" else BAD_PROMPT).format(where))
+        raise UserError(NO_PROMPT.format(where))
     if any(text.startswith(PLACEHOLDER) for text in texts):
         raise UserError(NOT_FETCHED.format(where))
     return texts

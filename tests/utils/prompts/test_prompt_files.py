@@ -105,7 +105,7 @@ def test_a_damaged_line_is_named_in_one_sentence(tmp_path: Path, row: Any, probl
 
 
 def test_a_parquet_file_is_refused_with_the_conversion(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"pandas.read_parquet\('test.parquet'\).to_json\('test.jsonl'"):
+    with pytest.raises(UserError, match="Parquet.*read_parquet"):
         list(read_prompts(tmp_path / "test.parquet"))
 
 

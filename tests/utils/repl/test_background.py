@@ -17,9 +17,8 @@ from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.engine import EngineState
 from utils.repl import loaded_pair
-from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.runner import BackgroundTask, Verdict
 from utils.repl.status import EXAMPLE, first_screen
 
 
@@ -175,6 +174,6 @@ def test_the_line_during_the_imports_is_for_terminals_only(
         monkeypatch.setattr(f"sys.{name}", stream)
     monkeypatch.setenv("TERM", term)
     screen.show_importing()
-    screen.clear_importing()
+    screen.show_importing(screen.CLEAR_LINE)
     shown = terminal and term != "dumb"
     assert streams[1].getvalue() == (screen.IMPORTING + screen.CLEAR_LINE if shown else "")

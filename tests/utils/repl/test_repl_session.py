@@ -10,9 +10,9 @@ from paths import ROOT
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.repl.runner import Verdict
-from utils.screen.wrapped_text import Mark
+from utils.screen.renderer import Mark
 
 FIELDS = {
     "schema",
@@ -298,7 +298,7 @@ ONE = r"\b1 (tokens|layers|positions|rounds|drafters|n-grams|runs|prompts|texts|
 def test_one_is_singular(view: Screen, tmp_path: Path) -> None:
     session = open_session(view)
     (tmp_path / "one.jsonl").write_text('{"prompt": "Hello"}\n')
-    lines = ("/length 1", "/threads 1", "Hello", "/texts", "/explain text", "/audit 1", "/ngram list 1", "/race 1")
+    lines = ("/length 1", "/threads 1", "Hello", "/texts", "/explain text", "/audit 1", "/race 1")
     sampling = ("/processor multinomial 1", "/lossless 1", f"/race 1 {tmp_path / 'one.jsonl'}", "/whatif", "/why")
     for line in (*lines, *sampling, "Hello there " * 200):
         session.handle(line)

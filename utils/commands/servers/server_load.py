@@ -14,7 +14,7 @@ from math import ceil, inf
 from random import Random
 
 from utils.bounds import RealRange, WholeRange
-from utils.commands.experiments.race_runs import rotated, then_findings
+from utils.commands.experiments.races import rotated, then_findings
 from utils.commands.servers.load_figures import (
     LatencyLimits,
     Load,

@@ -23,17 +23,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ShowRows:
-    """Show a list; the cells of its first column are bold."""
+    """Show rows under headings, or without headings a list, the cells of whose first column are bold."""
 
     rows: Sequence[tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class ShowTable:
-    """Show rows under headings."""
-
-    headings: Sequence[str]
-    rows: Sequence[tuple[str, ...]]
+    headings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,5 @@ class Action(Enum):
     QUIT = auto()  # end the session
 
 
-Effect = (
-    Reply | ShowRows | ShowTable | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
-)
+Effect = Reply | ShowRows | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
 Outcome = Sequence[Effect]

@@ -19,8 +19,6 @@ from utils.text import QUOTES
 
 # Headings of /help, in this order.
 GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
-FIRST_PAGE = 16  # maximum number of commands that /help shows; it must fit into 24 lines
-SECOND_PAGE = 32  # maximum number of further commands that /help all shows
 # Names that no list shows, and the words that they stand for.
 ALIASES = {
     "exit": "quit",
@@ -49,26 +47,14 @@ class CommandContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """What /help NAME shows.
-
-    `text` describes the command in a few sentences. `example` has a line to type and its output. `syntax` has a row for
-    each form, if the usage does not cover them. `see_also` lists commands and figures.
-    """
-
-    text: str
-    example: tuple[str, ...]
-    syntax: tuple[str, ...] = ()
-    see_also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
     """One slash command.
 
     `name` has no slash. `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `group` is
     one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
-    `current` returns the current value of a setting.
+
+    /help NAME shows `about`, a few sentences; `example`, a line to type and its output; `syntax`, a row for each form,
+    if the usage does not cover them; `see_also`, commands and figures; and `current`, the value of a setting.
 
     `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
     beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
@@ -81,7 +67,10 @@ class Command:
     run: Callable[[str, CommandContext], Outcome]
     group: str
     rank: int = 0
-    page: Page = Page("", ())
+    about: str = ""
+    example: tuple[str, ...] = ()
+    syntax: tuple[str, ...] = ()
+    see_also: tuple[str, ...] = ()
     current: Callable[[Settings], str] = lambda settings: ""
     words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -104,13 +93,8 @@ def _parts(line: str) -> tuple[str, str, str]:
     match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
     assert match is not None
     name, separator, argument = match.groups()
-    name, _, words = _resolved(name).partition(" ")
+    name, _, words = ALIASES.get(name.lower(), name.lower()).partition(" ")
     return name, separator, f"{words} {argument}" if words else argument
-
-
-def _resolved(name: str) -> str:
-    """The name of a command and the first words of its argument. The case of `name` does not matter."""
-    return ALIASES.get(name.lower(), name.lower())
 
 
 class Registry:
@@ -168,6 +152,4 @@ class Registry:
         names = [*(command.name for command in self.visible()), *ALIASES]
         near = [known for known in names if len(name) > 1 and known.startswith(name)]
         near = near or get_close_matches(name, names, n=1, cutoff=0.5)
-        if not near:
-            return "/help lists the commands"
-        return f"the nearest is /{_resolved(near[0])}"
+        return f"the nearest is /{ALIASES.get(near[0], near[0])}" if near else "/help lists the commands"

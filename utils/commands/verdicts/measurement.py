@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.race_results import race_rows, speedups_by_prompt
-from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult
+from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_rows, speedups_by_prompt
 from utils.comparison.arms import Arm, complete
 from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import speedup_interval
 from utils.metrics.stopwatch import Clock

@@ -10,8 +10,15 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import ONLY_FIRST_TURNS, ArmRace, RaceItem, check_prompt, rotated, server_arms
+from utils.commands.experiments.races import (
+    ONLY_FIRST_TURNS,
+    ArmRace,
+    RaceItem,
+    check_prompt,
+    race_row,
+    rotated,
+    server_arms,
+)
 from utils.commands.experiments.speed_model import TargetTiming, draft_figures, gamma_text, predictions
 from utils.commands.verdicts.measurement import (
     SELECTION_SECONDS,
@@ -31,8 +38,7 @@ from utils.comparison.runs import PREFIX, Run
 from utils.comparison.speed_claims import SLOWER, server_notes
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import Clock

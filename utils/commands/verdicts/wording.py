@@ -2,7 +2,7 @@
 the screen.
 """
 
-from utils.commands.experiments.race_results import other_reasons, spread, texts, with_bounds
+from utils.commands.experiments.races import other_reasons, spread, texts, with_bounds
 from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, no_difference, rough, star
