@@ -21,11 +21,8 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 def acceptance_of(steps: Iterable[Step]) -> float | None:
     """The acceptance rate: accepted drafts per draft, or None if nothing was drafted."""
     counts = [(step.accepted, len(step.drafted)) for step in steps]
-    return _ratio(sum(accepted for accepted, _ in counts), sum(drafted for _, drafted in counts))
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+    drafted = sum(drafted for _, drafted in counts)
+    return sum(accepted for accepted, _ in counts) / drafted if drafted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +43,6 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         return tokens_of(self.steps)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return _ratio(len(self.tokens), self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -73,14 +66,6 @@ class Generation:
     @property
     def target_forwards(self) -> int:
         return sum(step.forwards for step in self.steps)
-
-    @property
-    def tokens_per_target_forward(self) -> float | None:
-        return _ratio(len(self.tokens), self.target_forwards)
-
-    @property
-    def drafts_per_round(self) -> float | None:
-        return _ratio(self.drafted, len(self.steps))
 
     @property
     def declined_rounds(self) -> int:
