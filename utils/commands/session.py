@@ -64,7 +64,9 @@ def _run(argument: str, context: CommandContext) -> Outcome:
     changes = [f"{name} {escaped(value)}" for name, row, value in rows if value != row.show(context.settings)]
     summary = f"{count_of(len(named), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
     rest = [unescaped(line) if line.startswith("/") else line for line in body[len(named) :]]
-    return [ChangeSettings(settings, summary), RunLines(rest)]
+    # Twice, because a change of the engine or of the drafter kind measures costs, and the file has its own.
+    again = [ChangeSettings(settings)] if settings.costs else []
+    return [ChangeSettings(settings, summary), *again, RunLines(rest)]
 
 
 _SWITCH = setting_command(setting_fields()["turns"])
