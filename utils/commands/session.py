@@ -6,9 +6,18 @@
 from dataclasses import replace
 from itertools import takewhile
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, RunLines, ShowRows
-from utils.commands.shared.paths import output_in, path_in
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import (
+    Action,
+    ChangeSettings,
+    Command,
+    CommandContext,
+    Outcome,
+    Reply,
+    RunLines,
+    ShowRows,
+    output_in,
+    path_in,
+)
 from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.settings import apply_typed, listed_settings, setting_fields, split_setting
 from utils.files import read_text, write_file
