@@ -9,8 +9,7 @@ from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
 from utils.commands.server import SERVER
 from utils.commands.session import SESSION_COMMANDS, TURNS
-from utils.commands.shared.outcomes import Outcome
-from utils.commands.shared.registry import Command, CommandContext, Registry
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Registry
 from utils.commands.shared.setting_commands import setting_commands
 from utils.commands.texts import TEXTS
 from utils.commands.verdict import VERDICT

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.outcomes import Outcome
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
 from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent

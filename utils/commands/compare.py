@@ -13,9 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.outcomes import Outcome
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
 from utils.comparison.arms import complete
 from utils.comparison.recorded_runs import (
     Problem,

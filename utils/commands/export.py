@@ -4,9 +4,7 @@ import json
 from csv import DictWriter
 from io import StringIO
 
-from utils.commands.shared.outcomes import Outcome, Reply
-from utils.commands.shared.paths import output_in
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, output_in
 from utils.comparison.records import GENERATION
 from utils.errors import UserError
 from utils.files import write_file

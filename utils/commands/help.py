@@ -4,8 +4,16 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from utils.commands.shared.outcomes import Outcome, ShowRows
-from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Registry
+from utils.commands.shared.registry import (
+    ALIASES,
+    GROUPS,
+    Command,
+    CommandContext,
+    CommandError,
+    Outcome,
+    Registry,
+    ShowRows,
+)
 from utils.errors import UserError, check_choice
 
 # The definitions of figures, with their units.

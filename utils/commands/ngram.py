@@ -6,9 +6,16 @@ from dataclasses import replace
 from functools import partial
 
 from ngram_assisted import load_storage, save_storage
-from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, UseStorage
-from utils.commands.shared.paths import output_in, path_in
-from utils.commands.shared.registry import CommandContext, CommandError
+from utils.commands.shared.registry import (
+    ChangeSettings,
+    CommandContext,
+    CommandError,
+    Outcome,
+    Reply,
+    UseStorage,
+    output_in,
+    path_in,
+)
 from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.settings import NGRAM_PARTS, setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec

@@ -8,8 +8,7 @@ from math import inf
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
-from utils.commands.shared.outcomes import Outcome, Reply, ShowRows, UsePair
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UsePair
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness

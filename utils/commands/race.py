@@ -28,9 +28,7 @@ from utils.commands.experiments.races import (
     then_findings,
 )
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import Arm
 from utils.comparison.reports import ReportEvent, shortened
 from utils.comparison.speed_claims import (

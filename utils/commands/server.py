@@ -9,8 +9,7 @@ from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start
 from utils.commands.servers.server_text import text
-from utils.commands.shared.outcomes import Outcome, Reply, ShowRows, UseServers
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
 from utils.errors import check_choice
 from utils.servers.address import ADD_EXAMPLE, key_headers, parse_server, with_server, without_server
 

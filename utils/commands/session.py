@@ -6,9 +6,18 @@
 from dataclasses import replace
 from itertools import takewhile
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, RunLines, ShowRows
-from utils.commands.shared.paths import output_in, path_in
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import (
+    Action,
+    ChangeSettings,
+    Command,
+    CommandContext,
+    Outcome,
+    Reply,
+    RunLines,
+    ShowRows,
+    output_in,
+    path_in,
+)
 from utils.commands.shared.setting_commands import set_or_show, setting_command
 from utils.config.settings import apply_typed, listed_settings, setting_fields, split_setting
 from utils.files import read_text, write_file
@@ -64,7 +73,9 @@ def _run(argument: str, context: CommandContext) -> Outcome:
     changes = [f"{name} {escaped(value)}" for name, row, value in rows if value != row.show(context.settings)]
     summary = f"{count_of(len(named), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
     rest = [unescaped(line) if line.startswith("/") else line for line in body[len(named) :]]
-    return [ChangeSettings(settings, summary), RunLines(rest)]
+    # Twice, because a change of the engine or of the drafter kind measures costs, and the file has its own.
+    again = [ChangeSettings(settings)] if settings.costs else []
+    return [ChangeSettings(settings, summary), *again, RunLines(rest)]
 
 
 _SWITCH = setting_command(setting_fields()["turns"])

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from utils.commands.shared.outcomes import Effect, Outcome, Reply, ShowRows
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Effect, Outcome, Reply, ShowRows
 from utils.comparison.arms import ComparedRun
 from utils.comparison.runs import divergence_sentence
 from utils.comparison.session_state import LastPrompt, SessionState, own_conversations, unlike_target

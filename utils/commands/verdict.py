@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from utils.commands.experiments.races import race_row, then_findings
-from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome, RunReport
 from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, plan_prompts, started_clock
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table

@@ -26,8 +26,7 @@ from utils.commands.shared.columns import (
     grouped,
     rate_of,
 )
-from utils.commands.shared.outcomes import Outcome
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.comparison.job import Job
 from utils.comparison.reports import Finding, Progress, ReportEvent
 from utils.comparison.session_state import LastPrompt

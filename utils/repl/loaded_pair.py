@@ -175,8 +175,7 @@ class SessionSettings:
             harness.state.settle_records()
             harness.start_engine(settings)
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
-            if settings.costs == before.costs:  # they depend on the kernels and the threads
-                settings = replace(settings, costs=None)
+            settings = replace(settings, costs=None)  # they depend on the kernels and the threads
         elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
             harness.pair.engine.measure()
             harness.pair.engine.store()

@@ -7,7 +7,7 @@ this package load pairs, change settings, and run prompts and reports.
 from collections.abc import Callable, Sequence
 
 from utils.commands import CommandContext
-from utils.commands.shared.outcomes import (
+from utils.commands.shared.registry import (
     Action,
     ChangeSettings,
     Effect,
@@ -157,8 +157,10 @@ class ReplSession:
         match effect:
             case Reply(text):
                 renderer.reply(text)
+            case ShowRows(rows, ()):
+                renderer.rows(rows)
             case ShowRows(rows, headings):
-                renderer.table(headings, rows) if headings else renderer.rows(rows)
+                renderer.table(headings, rows)
             case Action.CLEAR_SCREEN:
                 renderer.clear()
             case ChangeSettings(changed, reply):

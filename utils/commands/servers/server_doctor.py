@@ -15,9 +15,7 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.races import with_bounds
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import CommandContext
+from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.commands.shared.outcomes import RunReport
+from utils.commands.shared.registry import RunReport
 from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings

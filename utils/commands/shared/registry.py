@@ -1,21 +1,100 @@
-"""The registry of slash commands: it finds a command by its name, runs it and lists commands for /help.
+"""What every command is made of: the command, what it may read, what it requests from the session, and the registry.
 
-A command is a function of its argument and a CommandContext. It returns an Outcome (see `outcomes`) or
-raises a UserError with one sentence.
+A command is a function of its argument and a CommandContext. It prints and changes nothing: it returns an Outcome, and
+`utils.repl.repl_session` applies its effects in order, or it raises a UserError with one sentence. Every command that
+writes follows one convention: `/save FILE` refuses a file that exists, and `/save FILE overwrite` replaces it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum, auto
+from pathlib import Path
 
-from utils.commands.shared.outcomes import Outcome
+from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
+from utils.comparison.reports import Report
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.pairs.request import PAIRS, PairSpec
+from utils.models.sources import parse_path
+from utils.pairs.request import PAIRS, PairRequest, PairSpec
+from utils.servers.address import ServerAddress
 from utils.text import QUOTES
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Show a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowRows:
+    """Show rows under headings, or without headings a list, the cells of whose first column are bold."""
+
+    rows: Sequence[tuple[str, ...]]
+    headings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSettings:
+    """Use these settings from now on, and then show the reply. /undo reverts the change."""
+
+    settings: Settings
+    reply: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UseStorage:
+    """Use another n-gram storage from now on."""
+
+    storage: NGramStorage
+
+
+@dataclass(frozen=True, slots=True)
+class UseServers:
+    """Send every prompt to these servers from now on."""
+
+    addresses: Sequence[ServerAddress]
+
+
+@dataclass(frozen=True, slots=True)
+class UsePair:
+    """Load other models and use them from now on."""
+
+    request: PairRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RunLines:
+    """Process these lines as if they were typed, one after the other."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Run the models for a report, show it and record it."""
+
+    report: Report
+
+
+class Action(Enum):
+    """An effect without values."""
+
+    RETEST_ENGINE = auto()  # run the engine's self-test and all its measurements again
+    UNDO_SETTINGS = auto()  # revert the last change of settings
+    FORGET_CONVERSATIONS = auto()  # begin new conversations with the next prompt
+    CLEAR_SCREEN = auto()
+    QUIT = auto()  # end the session
+
+
+Effect = Reply | ShowRows | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
+Outcome = Sequence[Effect]
+
 
 # Headings of /help, in this order.
 GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
@@ -153,3 +232,20 @@ class Registry:
         near = [known for known in names if len(name) > 1 and known.startswith(name)]
         near = near or get_close_matches(name, names, n=1, cutoff=0.5)
         return f"the nearest is /{ALIASES.get(near[0], near[0])}" if near else "/help lists the commands"
+
+
+OVERWRITE = "overwrite"  # the word after a file name that permits replacing the file
+
+
+def path_in(argument: str, example: str) -> Path:
+    """The path in an argument. Raises UserError for an empty argument."""
+    if not argument:
+        raise UserError(f"give a file, for example: {example}")
+    return parse_path(argument)
+
+
+def output_in(argument: str, example: str) -> tuple[Path, bool]:
+    """The file in `FILE` or `FILE overwrite`, the argument of a writing command, and whether it may be replaced."""
+    name, _, last = argument.rpartition(" ")
+    overwrite = last == OVERWRITE and bool(name.strip())
+    return path_in(name.strip() if overwrite else argument, example), overwrite

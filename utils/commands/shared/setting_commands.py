@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowRows
-from utils.commands.shared.registry import Command, CommandContext
+from utils.commands.shared.registry import Action, ChangeSettings, Command, CommandContext, Outcome, Reply, ShowRows
 from utils.config.settings import SAMPLING_PARTS, Setting, Settings, setting_fields
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
