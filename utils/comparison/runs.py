@@ -165,7 +165,7 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
         return replace(compared, speedup=1.0, same=True, decode_speedup=decoding)
     if FinishReason.INTERRUPTED in (run.finish, other.finish):
         return compared
-    if not other_machine(run.address, other.address):
+    if (run.is_local and other.is_local) or not other_machine(run.address, other.address):
         compared = replace(
             compared,
             speedup=_ratio(run.tokens_per_second, other.tokens_per_second),
