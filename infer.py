@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 STARTED = time.monotonic()
 # Before torch is imported. Threads that spin for long make a decode step many times slower on a busy machine; threads
@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 from utils.config.arguments import parse_arguments
 from utils.files import user_folder
 from utils.pairs.request import request_from_flags
-from utils.screen import clear_importing, show_importing
+from utils.screen import CLEAR_LINE, show_importing
 
 if __name__ == "__main__":
     # --help and usage errors are reported before the heavy imports below
@@ -29,12 +29,12 @@ if __name__ == "__main__":
 import argparse
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from utils.commands import Registry, default_registry
 from utils.comparison.records import RecordFile
-from utils.config.setting_table import apply_typed, flag_settings
-from utils.config.settings import Settings
+from utils.config.settings import Settings, apply_typed, flag_settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
@@ -46,12 +46,10 @@ from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 from utils.repl.status import limits_of
-from utils.screen.renderer import Renderer, make_renderer
-from utils.screen.writer import OutputError
+from utils.screen.renderer import OutputError, Renderer, make_renderer
 
 OUTPUT_FAILED = "Standard output cannot be written: {}."
 RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
-Work = tuple[Callable[[str], Verdict], str]  # what to do with a line
 
 
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
@@ -85,17 +83,13 @@ def start_session(
     return session
 
 
-def work_of(session: ReplSession, lines: Iterable[str], prompts: Iterable[str]) -> Iterator[Work]:
-    """What to do, in order: lines first, then prompts, which are never commands."""
-    yield from ((session.handle, line) for line in lines)
-    yield from ((session.send, prompt) for prompt in prompts)
+def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[str], *, interactive: bool) -> int:
+    """Process lines, then prompts, which are never commands. Returns the exit status.
 
-
-def serve(work: Iterator[Work], *, interactive: bool) -> int:
-    """Do the work and return the exit status. In an interactive session a failed or interrupted line ends nothing."""
+    In an interactive session a failed or interrupted line ends nothing.
+    """
     failed = False
-    for action, text in work:
-        verdict = action(text)
+    for verdict in chain(map(session.handle, lines), map(session.send, prompts)):
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
@@ -106,23 +100,21 @@ def serve(work: Iterator[Work], *, interactive: bool) -> int:
 
 def lines_for(
     arguments: argparse.Namespace, session: ReplSession, renderer: Renderer, *, interactive: bool
-) -> Iterable[str]:
-    """The lines of -c, of the keyboard, or of standard input if nothing else says what to run."""
+) -> Iterator[str]:
+    """The lines of -c, of the keyboard, or of standard input if nothing else says what to run.
+
+    Those of the keyboard about servers are stored in the history once they have succeeded.
+    """
     if interactive:
-        return keyboard_lines(session, renderer)
-    lines: list[str] = arguments.lines
-    if not lines and arguments.prompt is None and not arguments.prompts:
-        return piped_lines()
-    return lines
-
-
-def keyboard_lines(session: ReplSession, renderer: Renderer) -> Iterator[str]:
-    """The lines of the keyboard. Those about servers are stored in the history once they have succeeded."""
-    history = LineHistory(history_path(), renderer.note)
-    for line in typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status):
-        yield line
-        if line == session.succeeded:
-            history.keep()
+        history = LineHistory(history_path(), renderer.note)
+        for line in typed_lines(default_registry(), colour=renderer.colour, history=history, status=session.status):
+            yield line
+            if line == session.succeeded:
+                history.keep()
+    elif arguments.lines or arguments.prompt is not None or arguments.prompts:
+        yield from arguments.lines
+    else:
+        yield from piped_lines()
 
 
 def given_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -150,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)
         try:
-            return serve(work_of(session, lines, texts), interactive=interactive)
+            return serve(session, lines, texts, interactive=interactive)
         finally:
             session.close()
     except UserError as error:
@@ -169,6 +161,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    clear_importing()
+    show_importing(CLEAR_LINE)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,7 +1,7 @@
 """N-gram storages: the token that followed a context most often, over plain ints, in constant time and bounded memory.
 
 A k-gram is a context of k-1 tokens and the token after it. The storages know neither models nor text. What is
-entered, and when, is decided by ngram_drafter.
+entered, and when, is decided by text_drafters.
 
 A file is versioned and holds plain arrays in the safetensors format, never pickles: for every context, oldest first,
 its length, its tokens, and its next tokens with their counts in the order first seen.

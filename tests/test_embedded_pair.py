@@ -24,7 +24,7 @@ from utils.metrics.results import collect, tokens_of
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.repl.runner import Verdict
 
 

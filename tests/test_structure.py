@@ -39,13 +39,9 @@ LADDER = (
 # Started by --help, so they must not import torch; nor must what talks to servers, which needs no model.
 LIGHT = ("utils.config.arguments", "utils.pairs.request", "utils.servers.client", "utils.servers.kinds")
 # The most modules that a module may bring with it, itself included.
-CLOSURES = {"sampling.speculative": 35, "utils.config.setting_table": 20}
+CLOSURES = {"sampling.speculative": 35, "utils.config.settings": 20}
 SCREEN_LIBRARIES = {"rich", "termcolor"}
-LAYS_OUT = {
-    "utils.screen.renderer",
-    "utils.screen.tables",
-    "utils.screen.writer",
-}
+LAYS_OUT = {"utils.screen.renderer", "utils.screen.tables"}
 # Signatures that users of the library call by position, and overrides whose caller is another library.
 PUBLIC = (
     "speculative_generate",

@@ -35,7 +35,7 @@ from sampling.distill.students import (
 from sampling.distill.trainer import STATE_FILE, Trainer
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.errors import UserError
-from utils.prompts.chat_template import end_ids
+from utils.prompts.conversation import end_ids
 from utils.prompts.prompt_files import read_prompts
 
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages

@@ -37,7 +37,7 @@ from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.target_parts import DraftHead
 from utils.errors import UserError
 from utils.models.checkpoints import load_model, load_tokenizer
-from utils.models.devices import Placement, choose_device
+from utils.models.memory import Placement, choose_device
 from utils.models.sources import locate
 
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads

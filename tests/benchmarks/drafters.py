@@ -27,7 +27,7 @@ from utils.metrics.intervals import Interval, speedup_interval
 from utils.metrics.results import Generation, collect, pooled
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.screen.renderer import Renderer, make_renderer
 
 DECODING: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ class Arm:
 
     @property
     def speedups(self) -> list[float]:
-        return [(run.tokens_per_second or 0.0) / (alone.tokens_per_second or 1.0) for run, alone in self.pairs]
+        return [len(run.tokens) / run.seconds / (len(alone.tokens) / alone.seconds) for run, alone in self.pairs]
 
 
 def main() -> None:
@@ -100,7 +100,8 @@ def figures(arm: Arm) -> str:
     positions = ", ".join(f"{hits}/{tried} = {hits / tried:.3f}" for hits, tried in every.accepted_by_position if tried)
     shown = ", ".join(positions.split(", ")[:SHOWN_POSITIONS])
     gain = speedup_interval([[speedup] for speedup in arm.speedups])
-    return f"{interval_text(gain)} of plain; {every.tokens_per_target_forward:.3f} tokens/forward; by position {shown}"
+    per_forward = len(every.tokens) / every.target_forwards
+    return f"{interval_text(gain)} of plain; {per_forward:.3f} tokens/forward; by position {shown}"
 
 
 def interval_text(interval: Interval) -> str:

@@ -20,7 +20,7 @@ from utils.engine.machine import cpu_features, machine_facts
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.screen.renderer import Renderer
 
 TRIAL_PROMPT = "Tell me about the sea."

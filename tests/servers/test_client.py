@@ -15,7 +15,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import MAX_LINE, AnswerStream, ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Chat, CountedBy, Piece, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import IDS, UNCOUNTED, USAGE, Chat, Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 
 KEY = "sk-4f9a1c77e2b0"
@@ -61,7 +61,7 @@ def refusal(server: Loopback, request: ServerRequest = REQUEST, **options: Any) 
 def test_a_text_and_its_usage(server: Loopback) -> None:
     answer, run = server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}), complete(server)
     assert run.text == "".join(answer.pieces)
-    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, CountedBy.USAGE)
+    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, USAGE)
     assert (run.prompt_tokens, run.finish, run.finish_reason) == (2, FinishReason.LENGTH, "length")
     sent = server.posts()[-1].body
     assert (sent["model"], sent["prompt"], sent["max_tokens"], sent["temperature"]) == ("tiny", "a b", 6, 0)
@@ -72,9 +72,9 @@ def test_tokens_are_counted_by_ids_and_not_by_chunks(server: Loopback) -> None:
     server.faults = Faults(tokens_per_chunk=4, usage=False)
     run = complete(server, kind=WithIds())
     assert run.token_ids == tuple(server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}).ids)
-    assert (run.token_count, run.counted_by) == (6, CountedBy.IDS)
+    assert (run.token_count, run.counted_by) == (6, IDS)
     without = complete(server)
-    assert (without.token_count, without.counted_by) == (None, CountedBy.NOTHING)
+    assert (without.token_count, without.counted_by) == (None, UNCOUNTED)
     assert without.decode_tokens_per_second is None
 
 
@@ -245,7 +245,7 @@ def test_counts_that_cannot_be_true_are_unknown(count: Any, server: Loopback) ->
     server.faults = Faults(usage=False)
     server.extras = lambda request, answer: {"usage": {"completion_tokens": count, "prompt_tokens": count}}
     run = complete(server)
-    assert run.text and run.token_count is None and run.counted_by is CountedBy.NOTHING
+    assert run.text and run.token_count is None and run.counted_by == UNCOUNTED
     assert run.prompt_tokens in (None, 7) and run.decode_tokens_per_second is None
     server.extras = lambda request, answer: {"usage": "six"}
     assert complete(server).token_count is None
@@ -255,7 +255,7 @@ def test_token_ids_outside_the_vocabulary_are_unknown(server: Loopback) -> None:
     ids = server.answer({"prompt": "a b", "temperature": 0, "max_tokens": 6}).ids
     assert complete(server, replace(REQUEST, vocabulary=max(ids) + 1), WithIds()).token_ids == tuple(ids)
     run = complete(server, replace(REQUEST, vocabulary=max(ids)), WithIds())
-    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, CountedBy.USAGE)
+    assert (run.token_ids, run.token_count, run.counted_by) == (None, 6, USAGE)
 
 
 def test_a_model_is_named_as_the_server_names_it(server: Loopback) -> None:

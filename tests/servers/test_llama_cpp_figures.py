@@ -7,7 +7,7 @@ from servers.real import running_llama
 
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Chat, CountedBy, ServerAcceptance, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import IDS, Chat, ServerAcceptance, ServerCompletion, ServerRequest
 
 pytestmark = pytest.mark.servers
 LENGTH = 24
@@ -26,7 +26,7 @@ def test_ids_of_plain_decoding() -> None:
         kind = recognise(client)
         assert kind.name == "llama.cpp"
         completion, acceptance = asked(client, REQUEST)
-        assert acceptance is None and completion.counted_by is CountedBy.IDS and completion.token_count == LENGTH
+        assert acceptance is None and completion.counted_by == IDS and completion.token_count == LENGTH
         ids = kind.tokens(client, str(REQUEST.prompt))
         chat = kind.tokens(client, Chat(({"role": "user", "content": "Hi"},)))
         assert ids is not None and chat is not None and len(chat) > 5

@@ -16,7 +16,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import AnswerStream, ServerClient
 from utils.servers.kinds import recognise
-from utils.servers.kinds.completion import Chat, CountedBy, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import IDS, USAGE, Chat, ServerCompletion, ServerRequest
 from utils.servers.kinds.llama_cpp import LARGEST_SEED, LlamaCppKind
 from utils.servers.kinds.server_kind import ACCEPTED, DRAFTED, ServerKind, metric_values
 from utils.servers.kinds.vllm import SglangKind, VllmKind
@@ -55,7 +55,7 @@ def acceptance(entry: Mapping[str, Any], **changes: Any) -> Any:
 def test_recorded_answers(entry: dict[str, Any]) -> None:
     kind = KINDS[entry["engine"]]
     run = replayed(kind, entry["events"])
-    assert run.text == entry["text"] and run.counted_by is CountedBy.IDS
+    assert run.text == entry["text"] and run.counted_by == IDS
     assert run.token_count == run.usage_tokens and run.prompt_tokens
     found = kind.acceptance(run, entry["before"], entry["after"])
     assert json.loads(json.dumps(None if found is None else asdict(found))) == entry["acceptance"]
@@ -94,7 +94,7 @@ def test_llama_cpp_ids_that_are_missing_are_not_made_up() -> None:
     piece = {"content": "\N{UNICORN FACE}", "tokens": [222], "stop": False}
     last = {"content": "", "tokens": [], "stop": True, "stop_type": "eos", "tokens_predicted": 3, "tokens_evaluated": 9}
     run = replayed(LlamaCppKind(), [piece, last])
-    assert (run.token_ids, run.token_count, run.counted_by) == (None, 3, CountedBy.USAGE)
+    assert (run.token_ids, run.token_count, run.counted_by) == (None, 3, USAGE)
     assert replayed(LlamaCppKind(), [piece, last | {"tokens_predicted": 1}]).token_ids == (222,)
 
 
@@ -217,7 +217,7 @@ SGLANG_EVENTS: list[dict[str, Any]] = [
 def test_sglang_details_of_the_answer() -> None:
     kind = SglangKind()
     run = replayed(kind, SGLANG_EVENTS)
-    assert run.token_count == 13 and run.counted_by is CountedBy.IDS
+    assert run.token_count == 13 and run.counted_by == IDS
     found = kind.acceptance(run, {}, {})
     assert found is not None and (found.drafted, found.accepted, found.rounds, found.forwards) == (16, 8, 4, 5)
     # The histogram: one pass accepted nothing, two accepted 2, one accepted 4.

@@ -10,12 +10,15 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import count_tokens, server_session
 
+from utils.commands.experiments.races import pooled_run
 from utils.commands.verdicts import measurement
+from utils.comparison.runs import Run
+from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
-from utils.servers.kinds.completion import ServerAcceptance
+from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 from utils.servers.kinds.server_kind import ServerKind
 
 
@@ -27,6 +30,24 @@ def two() -> Iterator[tuple[Loopback, Loopback]]:
 
 def addresses(two: tuple[Loopback, Loopback]) -> tuple[ServerAddress, ServerAddress]:
     return ServerAddress("plain", two[0].url), ServerAddress("spec", two[1].url, baseline="plain")
+
+
+@pytest.mark.parametrize(
+    ("second", "drafts"),
+    [
+        (ServerAcceptance(6, 2, forwards=3), (18, 6, 8)),
+        (None, (12, 4, 9)),  # no drafts: a forward pass for each token
+        (ServerAcceptance(6, 2), (18, 6, None)),
+        (ServerAcceptance(6, 2, valid=False, forwards=3), (None, None, None)),
+    ],
+)
+def test_what_a_server_does_not_say_is_not_made_up(second: ServerAcceptance | None, drafts: tuple[Any, ...]) -> None:
+    def run(tokens: int, acceptance: ServerAcceptance | None) -> Run:
+        made = ServerCompletion("x", (), FinishReason.LENGTH, "", 2.0, usage_tokens=tokens, acceptance=acceptance)
+        return Run.of_server(ServerAddress("spec", "http://127.0.0.1:1"), made)
+
+    both = pooled_run([run(8, ServerAcceptance(12, 4, forwards=5)), run(4, second)])
+    assert (both.drafted, both.accepted, both.target_forwards) == drafts and both.tokens_per_second == 3.0
 
 
 def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:

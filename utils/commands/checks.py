@@ -9,24 +9,23 @@ follow the target's distribution, with many one-round draws.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
 from utils.comparison.strategies import Strategy, is_greedy
-from utils.config.setting_table import setting_fields
+from utils.config.settings import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
@@ -87,32 +86,37 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     harness.enabled(settings)  # raises UserError where nothing is enabled
     short = replace(settings, length=min(settings.length, ANSWER))
-    if last := harness.last_local:
-        # A new job, so that the storage and the conversations of the session stay as they are.
-        text, job = last.text, harness.job(last.job.prompt, short, last.job.history)
-    else:
-        text, job = OWN_PROMPT, harness.job(harness.prompt_ids(OWN_PROMPT, settings), short)
-    events, conclude = _Audit(harness, job, trials).events(), partial(_audited, harness.pair)
-    return [RunReport(Report("audit", text, settings, AUDIT_TABLE.headings, events, conclude))]
+    last = harness.last_local
+    text, history = (OWN_PROMPT, ()) if last is None else (last.text, last.job.history)
+    prompt = harness.prompt_ids(OWN_PROMPT, settings) if last is None else last.job.prompt
+    # A new job, so that the storage and the conversations of the session stay as they are.
+    audit = _Audit(harness, harness.job(prompt, short, history), trials, Random(settings.seed))
+    return [AUDIT_TABLE.report("audit", text, settings, audit.events(), conclude=partial(_audited, harness.pair))]
 
 
+@dataclass(slots=True)
 class _Audit:
     """The trials of one audit."""
 
-    def __init__(self, harness: Harness, job: Job, trials: int) -> None:
-        self._harness, self._job, self._trials = harness, job, trials
-        self._random = Random(job.settings.seed)
-        self._width = job.settings.max_drafts + 1  # of the widest verify pass: all drafts of a round and one token
+    harness: Harness
+    job: Job
+    trials: int
+    random: Random
+
+    @property
+    def _width(self) -> int:
+        """That of the widest verify pass: all drafts of a round and one token."""
+        return self.job.settings.max_drafts + 1
 
     def events(self) -> Iterator[ReportEvent]:
-        settings, enabled = self._job.settings, self._harness.enabled(self._job.settings)
-        size = count_of(len(self._job.prompt), "token")
-        prompt = f"the last prompt ({size})" if self._harness.last_local else f'"{OWN_PROMPT}"'
+        settings, enabled = self.job.settings, self.harness.enabled(self.job.settings)
+        size = count_of(len(self.job.prompt), "token")
+        prompt = f"the last prompt ({size})" if self.harness.last_local else f'"{OWN_PROMPT}"'
         yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
         names = ", ".join(strategy.name for strategy in enabled)
-        yield Progress(f"texts: {self._trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
+        yield Progress(f"texts: {self.trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
         yield from self._text_events(enabled)
-        self._job = replace(self._job, prompt=self._job.prompt[:LONGEST_PROMPT])
+        self.job = replace(self.job, prompt=self.job.prompt[:LONGEST_PROMPT])
         yield from self._logit_events(self._trial_text())
 
     def _text_events(self, enabled: Sequence[Strategy]) -> Iterator[ReportEvent]:
@@ -121,14 +125,17 @@ class _Audit:
         refused: dict[str, str] = {}
         countdown, done = Countdown(), 0
         try:
-            while done < self._trials:
-                for strategy in self._random.sample(enabled, len(enabled)):
+            while done < self.trials:
+                for strategy in self.random.sample(enabled, len(enabled)):
+                    fix_seeds(self.job.settings.seed)
+                    # With an n-gram storage and sessions of its own.
+                    job = self.harness.job(self.job.prompt, self.job.settings, self.job.history)
                     try:
-                        texts[strategy.name].add(self._run(strategy))
+                        texts[strategy.name].add(tuple(tokens_of(strategy.steps(job))))
                     except UserError as error:
                         refused[strategy.name] = str(error)
                 done += 1
-                yield from countdown.at(done / self._trials, f"texts: {done} of {self._trials} rounds")
+                yield from countdown.at(done / self.trials, f"texts: {done} of {self.trials} rounds")
         finally:  # Ctrl-C is raised again once the events are consumed
             yield from (Note(f"{name} left out. {reason}") for name, reason in refused.items())
             unique = {name: len(own) for name, own in texts.items() if own}
@@ -143,39 +150,34 @@ class _Audit:
                     }
                 )
 
-    def _run(self, strategy: Strategy) -> tuple[int, ...]:
-        """The tokens of one run, with an n-gram storage and sessions of its own."""
-        fix_seeds(self._job.settings.seed)
-        job = self._harness.job(self._job.prompt, self._job.settings, self._job.history)
-        return tuple(tokens_of(strategy.steps(job)))
-
     def _trial_text(self) -> list[int]:
         """The prompt and the target's answer, with the prompt repeated until two verify passes fit."""
-        session = self._job.session("target", rewinds=False)
-        context = [*session.begin(self._job.prompt), *tokens_of(self._harness.baseline.steps(self._job))]
+        session = self.job.session("target", rewinds=False)
+        context = [*session.begin(self.job.prompt), *tokens_of(self.harness.baseline.steps(self.job))]
         # A short answer would leave no room for random cuts at the largest verify width.
         room, missing = session.room(context), max(0, 2 * self._width - len(context))
-        return context + list(islice(cycle(self._job.prompt), missing if room is None else min(missing, room)))
+        return context + list(islice(cycle(self.job.prompt), missing if room is None else min(missing, room)))
 
     def _logit_events(self, text: list[int]) -> Iterator[ReportEvent]:
         """One finding for the logits before random cuts of the text, computed in several ways."""
-        yield Progress(f"logits: {count_of(self._trials, 'position')} in {count_of(len(text), 'token')} ...")
+        yield Progress(f"logits: {count_of(self.trials, 'position')} in {count_of(len(text), 'token')} ...")
         drift, unique, done, widest = LogitDrift(0.0, 0, 0), 0, 0, 0
-        countdown = Countdown()
+        countdown, decoding = Countdown(), self.job.decoding
         try:
-            while done < self._trials:
-                end = self._random.randint(min(self._width + 1, len(text)), len(text))
+            while done < self.trials:
+                end = self.random.randint(min(self._width + 1, len(text)), len(text))
                 count = max(1, min(self._width, end - 1))
                 versions = list(self._versions(text[:end], count))
                 drift += LogitDrift.of(versions)
-                unique = max(unique, len({self._choices(logits, end) for logits in versions}))
+                drawn = (decoding.noise.samples(decoding.probs(logits, "The target"), end) for logits in versions)
+                unique = max(unique, len(set(map(tuple, drawn))))
                 widest, done = max(widest, count), done + 1
-                yield from countdown.at(done / self._trials, f"logits: {done} of {self._trials} positions")
+                yield from countdown.at(done / self.trials, f"logits: {done} of {self.trials} positions")
         except UserError as error:
             yield Note(f"logits: left out. {error}")
         finally:  # Ctrl-C is raised again once the finding is consumed
             if done:
-                self._harness.state.rounding = max(self._harness.state.rounding, drift.difference)
+                self.harness.state.rounding = max(self.harness.state.rounding, drift.difference)
                 yield AUDIT_TABLE.finding(
                     {
                         "mode": "logits",
@@ -206,17 +208,11 @@ class _Audit:
                 cached.rewind(known)
             yield cached.feed(context, keep=count)
 
-    def _session(self, cache: bool | None = None) -> ModelSession:
+    def _session(self, **settings: Any) -> ModelSession:
         """A session of the target that has begun the prompt. Raises UserError if the model's cache cannot rewind."""
-        settings = self._job.settings if cache is None else replace(self._job.settings, cache=cache)
-        session = replace(self._job, settings=settings).session("target")
-        session.begin(self._job.prompt)
+        session = replace(self.job, settings=replace(self.job.settings, **settings)).session("target")
+        session.begin(self.job.prompt)
         return session
-
-    def _choices(self, logits: Tensor, end: int) -> tuple[int, ...]:
-        """The tokens drawn from logits (k, V) under the current processor and seed."""
-        decoding = self._job.decoding
-        return tuple(decoding.noise.samples(decoding.probs(logits, "The target"), end))
 
 
 def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
@@ -280,9 +276,8 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     # The first round must not be shortened by the end of the run.
     short = replace(settings, length=settings.max_drafts + 1)
     job = context.harness.job(last.job.prompt, short, last.job.history)
-    subject = ("lossless", last.text, settings, DRAW_TABLE.headings)
     events = _draw_events(job, strategies, draws)
-    return [RunReport(Report(*subject, events, conclusion, optional=DRAW_TABLE.optional))]
+    return [DRAW_TABLE.report("lossless", last.text, settings, events, conclude=conclusion)]
 
 
 def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterator[ReportEvent]:
@@ -301,7 +296,8 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
         finally:  # Ctrl-C is raised again once the finding is consumed
             if counts:
                 # A strategy may compute either version, so the one that matches the draws best counts.
-                result = max((fit(counts, probs) for probs in versions), key=_closeness)
+                fits = (fit(counts, probs) for probs in versions)
+                result = max(fits, key=lambda one: (one.matches, 1.0 if one.p_value is None else one.p_value))
                 verdict = _verdict(strategy, result)
                 yield DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": verdict})
 
@@ -324,17 +320,12 @@ def _first_probs(job: Job) -> list[Tensor]:
     return [job.decoding.probs(logits, session.name)[0] for logits in versions]
 
 
-def _closeness(result: Fit) -> tuple[int, float]:
-    return result.matches, 1.0 if result.p_value is None else result.p_value
-
-
 def _first_token(strategy: Strategy, job: Job, draw: int) -> int:
     seed = (job.settings.seed + draw) % (MAX_SEED + 1)
     # Every draw must start from the same state; otherwise draws would not be independent.
     job.storage.reset()
     job.caches.texts.clear()
-    rounds = strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))
-    return next(rounds).tokens[0]
+    return next(strategy.steps(replace(job, settings=replace(job.settings, seed=seed)))).tokens[0]
 
 
 def _verdict(strategy: Strategy, result: Fit) -> str:
@@ -380,15 +371,11 @@ def _merged(cells: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """The cells (observed, expected), with those expected below 5 merged into one. If that is still too small, it also
     takes the smallest other cell.
     """
-    large = sorted((cell for cell in cells if cell[1] >= MIN_EXPECTED), key=lambda cell: cell[1], reverse=True)
-    small = [cell for cell in cells if cell[1] < MIN_EXPECTED]
-    if small:
-        rest = (sum(observed for observed, _ in small), sum(expected for _, expected in small))
-        if rest[1] < MIN_EXPECTED and large:
-            observed, expected = large.pop()
-            rest = (rest[0] + observed, rest[1] + expected)
-        large.append(rest)
-    return large
+    rest, observed, expected = sorted(cells, key=lambda cell: cell[1], reverse=True), 0, 0.0
+    while rest and (rest[-1][1] < MIN_EXPECTED or 0 < expected < MIN_EXPECTED):
+        count, mean = rest.pop()
+        observed, expected = observed + count, expected + mean
+    return [*rest, (observed, expected)] if expected else rest
 
 
 AUDIT = Command(
@@ -397,12 +384,10 @@ AUDIT = Command(
     "what is deterministic here",
     _audit,
     group="checks",
-    page=Page(
-        f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
-        "guaranteed to be equal.",
-        ("> /audit 10", "Deterministic here: float32, cpu"),
-        see_also=("lossless", "engine", "texts"),
-    ),
+    about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
+    "guaranteed to be equal.",
+    example=("> /audit 10", "Deterministic here: float32, cpu"),
+    see_also=("lossless", "engine", "texts"),
 )
 LOSSLESS = Command(
     "lossless",
@@ -410,10 +395,8 @@ LOSSLESS = Command(
     "test samples against the distribution",
     _lossless,
     group="checks",
-    page=Page(
-        f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
-        "distribution of the target.",
-        ("> /lossless 200", "speculative   p-value 0.41"),
-        see_also=("audit", "verify"),
-    ),
+    about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
+    "distribution of the target.",
+    example=("> /lossless 200", "speculative   p-value 0.41"),
+    see_also=("audit", "verify"),
 )

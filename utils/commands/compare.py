@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, by_strategy, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
 from utils.comparison.arms import complete
 from utils.comparison.recorded_runs import (
     Problem,
@@ -27,9 +25,9 @@ from utils.comparison.recorded_runs import (
     read_records,
 )
 from utils.comparison.records import SERVER, circumstances
-from utils.comparison.reports import Countdown, Finding, Report, ReportEvent, shortened
+from utils.comparison.reports import Countdown, Finding, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
-from utils.config.setting_table import from_json
+from utils.config.settings import from_json
 from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
@@ -120,13 +118,12 @@ class _Comparison:
         return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else Finding((), row)
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        lines = [line for name, rows in by_strategy(findings).items() for line in _verdict(name, rows)]
+        groups = grouped(figures_of(findings), "strategy")
+        lines = [line for name, rows in groups.items() for line in _verdict(name, rows)]
         if (hidden := len(findings) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
-        if left := [
-            *self.left_out,
-            *(f"{count_of(count, 'record')} of {name}." for name, count in self.others.items()),
-        ]:
+        others = (f"{count_of(count, 'record')} of {name}." for name, count in self.others.items())
+        if left := [*self.left_out, *others]:
             more = [f"and {len(left) - SHOWN_LINES} more."] if len(left) > SHOWN_LINES else []
             lines += [NOT_COMPARED, *left[:SHOWN_LINES], *more]
         if not self.matches:
@@ -135,17 +132,6 @@ class _Comparison:
             return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
         changed = any(row["same_text"] is False for row in figures_of(findings))
         return [*lines, AT_OTHER_TIMES, SAME, *[UNEXPLAINED] * changed]
-
-    def report(self, subject: tuple[str, str], events: Iterator[ReportEvent], context: CommandContext) -> RunReport:
-        """The report of a command on files. `subject` is the name of the command and a text that names the files."""
-        name, files = subject
-        return RunReport(
-            Report(
-                *(name, files, context.settings, TABLE.headings, events, self.conclusion),
-                optional=TABLE.optional,
-                title=f"/{name}: {files}",
-            )
-        )
 
 
 def _compare(argument: str, context: CommandContext) -> Outcome:
@@ -160,15 +146,17 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
     if not matches:
         raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
     comparison = _Comparison([*first.left_out, *second.left_out, *problems], first.others + second.others)
-    subject = ("compare", f"A is {first.path}, B is {second.path}")
-    return [comparison.report(subject, (comparison.add(found) for found in matches), context)]
+    files = f"A is {first.path}, B is {second.path}"
+    events, title = map(comparison.add, matches), f"/compare: {files}"
+    return [TABLE.report("compare", files, context.settings, events, conclude=comparison.conclusion, title=title)]
 
 
 def _replay(argument: str, context: CommandContext) -> Outcome:
     file = read_records(path_in(argument, "/replay runs.jsonl"))
     comparison = _Comparison(file.left_out, file.others)
-    subject = ("replay", f"A is {file.path}, B is the same run now")
-    return [comparison.report(subject, _replayed(comparison, file.runs, context), context)]
+    files, events = f"A is {file.path}, B is the same run now", _replayed(comparison, file.runs, context)
+    title = f"/replay: {files}"
+    return [TABLE.report("replay", files, context.settings, events, conclude=comparison.conclusion, title=title)]
 
 
 def _replayed(
@@ -228,7 +216,9 @@ def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
     """Whether a strategy is faster in B, and what else differs."""
-    yield f"{strategy}: {_relation(_by_prompt(rows))}"
+    # By prompt: runs of one prompt with several settings are more alike than runs of other prompts.
+    ratios = [[ratio for row in own for ratio in row["ratios"]] for own in grouped(rows, "prompt").values()]
+    yield f"{strategy}: {_relation(ratios)}"
     counted = [row for row in rows if None not in (*row["accepted"], *row["drafted"])]
     totals = [[sum(row[name][side] for row in counted) for name in ("accepted", "drafted")] for side in (0, 1)]
     if all(drafted for _, drafted in totals):
@@ -236,14 +226,6 @@ def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{strategy}, acceptance: {' in A, '.join(rates)} in B."
     if texts := [row["same_text"] for row in rows if row["same_text"] is not None]:
         yield f"{strategy}, texts: {sum(texts)} of {len(texts)} are the same."
-
-
-def _by_prompt(rows: Sequence[Row]) -> list[list[float]]:
-    """The ratios of each prompt. Runs of one prompt with several settings are more alike than runs of other prompts."""
-    prompts: dict[str, list[float]] = {}
-    for row in rows:
-        prompts.setdefault(row["prompt"], []).extend(row["ratios"])
-    return list(prompts.values())
 
 
 def _relation(ratios: Sequence[Sequence[float]]) -> str:
@@ -265,16 +247,14 @@ COMPARE = Command(
     "two files of --json, prompt by prompt",
     _compare,
     group="results",
-    page=Page(
-        "Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
-        "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
-        (
-            "> /compare a.jsonl b.jsonl",
-            "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
-            "1.38 over 12 prompts).",
-        ),
-        see_also=("replay", "export"),
+    about="Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
+    "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
+    example=(
+        "> /compare a.jsonl b.jsonl",
+        "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
+        "1.38 over 12 prompts).",
     ),
+    see_also=("replay", "export"),
     files=("",),
 )
 REPLAY = Command(
@@ -283,11 +263,9 @@ REPLAY = Command(
     "run the records of a file again",
     _replay,
     group="checks",
-    page=Page(
-        "Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
-        "name every difference in versions, models, engine and settings.",
-        ("> /replay runs.jsonl", "3 of 3 texts are the same"),
-        see_also=("compare", "export", "audit"),
-    ),
+    about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
+    "name every difference in versions, models, engine and settings.",
+    example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
+    see_also=("compare", "export", "audit"),
     files=("",),
 )

@@ -4,9 +4,7 @@ import json
 from csv import DictWriter
 from io import StringIO
 
-from utils.commands.shared.outcomes import Outcome, Reply
-from utils.commands.shared.paths import output_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, output_in
 from utils.comparison.records import GENERATION
 from utils.errors import UserError
 from utils.files import write_file
@@ -22,7 +20,7 @@ def _export(argument: str, context: CommandContext) -> Outcome:
     if form not in FORMATS:
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise UserError(f"'{path}' does not end in one of {endings}; write for example report.html.")
-    if not (records := context.harness.state.records):
+    if not (records := context.harness.state.records()):
         raise UserError(NOTHING)
     if form == "html":
         content = context.page()
@@ -54,16 +52,14 @@ EXPORT = Command(
     _export,
     group="results",
     rank=3,
-    page=Page(
-        "Write what the session has shown, or the last result, to a file. The ending of its name decides.",
-        ("> /export report.html", "the session written to report.html"),
-        (
-            "/export FILE.html        a page with everything that was shown, in colours",
-            "/export FILE.jsonl       the records of the last result, as --json writes them; .json is accepted, too",
-            "/export FILE.csv         its rows, or the requests of /server load, without lists",
-            "/export FILE overwrite   replaces a file",
-        ),
-        ("texts", "save"),
+    about="Write what the session has shown, or the last result, to a file. The ending of its name decides.",
+    example=("> /export report.html", "the session written to report.html"),
+    syntax=(
+        "/export FILE.html        a page with everything that was shown, in colours",
+        "/export FILE.jsonl       the records of the last result, as --json writes them; .json is accepted, too",
+        "/export FILE.csv         its rows, or the requests of /server load, without lists",
+        "/export FILE overwrite   replaces a file",
     ),
+    see_also=("texts", "save"),
     files=("",),
 )

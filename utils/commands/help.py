@@ -1,14 +1,89 @@
-"""/help: the most important commands on one screen, all commands, or a page about one command or figure."""
+"""/help and /explain: the most important commands, all commands, or a page about one command or figure."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from utils.commands.shared.outcomes import Outcome, ShowRows
-from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Page, Registry
-from utils.errors import UserError
+from utils.commands.shared.registry import (
+    ALIASES,
+    GROUPS,
+    Command,
+    CommandContext,
+    CommandError,
+    Outcome,
+    Registry,
+    ShowRows,
+)
+from utils.errors import UserError, check_choice
+
+# The definitions of figures, with their units.
+FIGURES = {
+    "tokens": "number of new tokens, including an end token",
+    "seconds": "time of a run: prefill, filling the n-gram storage and decoding, without drawing the screen",
+    "tokens/s": "tokens / seconds",
+    "speed-up": "tokens/s divided by those of target-only on the same prompt; 1.00x is equal speed; of several runs "
+    "the geometric mean; noise: faster, although next to no draft was accepted",
+    "acceptance": "accepted drafts / drafts; drafts after a rejected one count, drafts after an accepted end token do "
+    "not",
+    "drafts/round": "drafts / rounds, including rounds without drafts: the average gamma that was used",
+    "tokens/forward": "new tokens / forward passes of the target: the speed-up if drafting and verifying were free",
+    "text": "same if the tokens are those of target-only, otherwise the first token that differs, counted from 1",
+    "by position": "acceptance of the first, second, ... draft of a round, of those rounds that accepted all drafts "
+    "before it",
+    "rounds without drafts": "rounds in which nothing was drafted / rounds; such a round is a target forward over one "
+    "token",
+    "draft | verify | other": "milliseconds in the drafter, in the target's forward passes, and in everything else: "
+    "processors, noise, rules",
+    "p": "probability of a token under the target, before temperature, top-k and top-p",
+    "q": "probability of a draft under the drafter, before temperature, top-k and top-p; n-gram drafts have no "
+    "distribution and count as q = 1",
+    "p/q": "p divided by q; with sampling under /verify rejection, a draft is accepted with probability min(1, p/q) of "
+    "the processed distributions; otherwise it is accepted if it equals the target's token",
+    "rank": "rank of a draft in the target's distribution; 1 is the likeliest token; a near miss has at least a tenth "
+    "of the p of the target's token",
+    "hits": "where an n-gram or a match was found, and in brackets how many tokens of context matched",
+    "draft cost (c)": "time of one draft / time of a target forward over one token, measured on the loaded models "
+    "(/costs)",
+    "verify cost (v)": "time of a verify pass over the drafts of a round and one more token / time of a target forward "
+    "over one token (/costs)",
+    "predicted": "speed-up computed from the rounds and the measured costs: target forwards for the text / "
+    "(v + drafts x c), summed over the rounds (Leviathan et al. 2023)",
+    "time to first token": "/race: median time until the first tokens, that is, of prefill and first round",
+    "decoding": "/race: tokens/s after the first round, so without the prefill; the median of the repeats",
+    "range": "/race and /sweep: lowest and highest tokens/s of the repeats",
+    "95 % interval": "/race: of the mean speed-up, over repeats of one prompt or over the prompts of a file; it needs "
+    "two values",
+    "verdict": "/race: faster or slower if the 95 % interval excludes 1, the repeats of a prompt agree, and drafts "
+    "were accepted; otherwise not distinguishable, or too few with fewer than five runs",
+    "ratio": "B / A of /compare and /replay: tokens/s of B divided by those of A",
+}
+
+
+def _explain(argument: str, context: CommandContext) -> Outcome:
+    if not argument:
+        return [ShowRows(list(FIGURES.items()))]
+    word, names = argument.lower(), tuple(FIGURES)
+    # The figure with this name, or the first one whose name contains the word.
+    matches = [name for name in names if name == word or word in re.findall(r"[\w/]+", name)]
+    name = word if word in matches else matches[0] if matches else check_choice(word, names, "figure")
+    return [ShowRows([(name, FIGURES[name])])]
+
+
+EXPLAIN = Command(
+    "explain",
+    "[FIGURE]",
+    "what a figure means",
+    _explain,
+    group="results",
+    rank=2,
+    about="The definitions of all figures on the screen, or of one.",
+    example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
+    see_also=("texts", "why"),
+    words=FIGURES,
+)
+
 
 EVERYTHING = "all"
-FIGURES = "figures"
 
 
 def _help(argument: str, context: CommandContext) -> Outcome:
@@ -17,13 +92,11 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         return [ShowRows(_first_page(context.registry))]
     if name == EVERYTHING:
         return [ShowRows(_listed(context.registry.visible()))]
-    if name == FIGURES:
-        return context.registry.run("/explain", context)
     try:
         command = context.registry.find(name)
     except UserError as error:
         with suppress(UserError):
-            return context.registry.run(f"/explain {name}", context)
+            return _explain(name, context)
         if " " not in name:
             raise CommandError(f"{name} is not a figure. {error}") from error
         command = context.registry.find(name.split()[0])  # such as "gamma auto"
@@ -53,15 +126,14 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
     """Rows of (label, text)."""
-    page = command.page
-    yield "syntax", "\n".join(page.syntax or (command.typed,))
-    yield "about", page.text
+    yield "syntax", "\n".join(command.syntax or (command.typed,))
+    yield "about", command.about
     if current := command.current(context.settings):
         yield "now", current
-    yield "example", "\n".join(page.example)
-    if page.see_also:
+    yield "example", "\n".join(command.example)
+    if command.see_also:
         names = {known.name for known in context.registry}
-        yield "see also", ", ".join(f"/{name}" if name in names else name for name in page.see_also)
+        yield "see also", ", ".join(f"/{name}" if name in names else name for name in command.see_also)
 
 
 def help_command(commands: Iterable[Command]) -> Command:
@@ -74,15 +146,12 @@ def help_command(commands: Iterable[Command]) -> Command:
         _help,
         group="session",
         rank=1,
-        page=Page(
-            "The most important commands, all commands, or one page about a command or a figure on the screen.",
-            ("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
-            ("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure", f"/help {FIGURES}"),
-            ("explain", "show"),
-        ),
+        about="The most important commands, all commands, or one page about a command or a figure on the screen.",
+        example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
+        syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
+        see_also=("explain", "show"),
         words={
             EVERYTHING: "all commands",
-            FIGURES: "all figures on the screen",
             **{command.name: command.summary for command in others},
         },
         at_once=True,

@@ -1,24 +1,28 @@
-"""/ngram: n-gram assisted decoding on or off, and its storage: settings, contents, files."""
+"""/ngram: n-gram assisted decoding on or off, and its storage: settings and files."""
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from heapq import nlargest
 
 from ngram_assisted import load_storage, save_storage
-from utils.bounds import WholeRange
-from utils.commands.shared.outcomes import ChangeSettings, Outcome, Reply, ShowRows, UseStorage
-from utils.commands.shared.paths import output_in, path_in
-from utils.commands.shared.registry import CommandContext, CommandError
+from utils.commands.shared.registry import (
+    ChangeSettings,
+    CommandContext,
+    CommandError,
+    Outcome,
+    Reply,
+    UseStorage,
+    output_in,
+    path_in,
+)
 from utils.commands.shared.setting_commands import set_or_show, setting_command
-from utils.config.setting_table import NGRAM_PARTS, setting_fields
+from utils.config.settings import NGRAM_PARTS, setting_fields
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.errors import UserError, check_choice
-from utils.text import count_of, token_piece
+from utils.text import count_of
 
 EXAMPLE = "/ngram {} answers.ngrams"
-DEFAULT_ROWS, MAX_ROWS = 20, 1000
 
 
 def _ngram(argument: str, context: CommandContext) -> Outcome:
@@ -57,26 +61,9 @@ def _load(argument: str, context: CommandContext) -> Outcome:
     return [ChangeSettings(settings), UseStorage(storage), Reply("; ".join(notes))]
 
 
-def _list(argument: str, context: CommandContext) -> Outcome:
-    """The n-grams with the highest counts; among equal counts those with the longest contexts come first."""
-    limit = WholeRange(1, MAX_ROWS).parse(argument or str(DEFAULT_ROWS))
-    storage, tokenizer = context.harness.state.storage, context.harness.pair.tokenizer
-    if not storage:
-        raise UserError("the n-gram storage is empty: send a prompt with /ngram on first.")
-    entries = (
-        (count, len(prefix), prefix, token) for prefix, counts in storage.contexts() for token, count in counts.items()
-    )
-    rows = [
-        (f"{count}x", " ".join(token_piece(tokenizer, part) for part in (*prefix, token)))
-        for count, _, prefix, token in nlargest(limit, entries)
-    ]
-    return [Reply(f"{count_of(len(storage), 'n-gram')}; the {len(rows)} most frequent:"), ShowRows(rows)]
-
-
 SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
     **{part.name.removeprefix("ngram "): partial(set_or_show, part) for part in NGRAM_PARTS},
     "reset": partial(set_or_show, setting_fields()["reset_in_between"]),  # the opposite of keep
-    "list": _list,
     "save": _save,
     "load": _load,
 }
@@ -88,14 +75,13 @@ def _words() -> dict[str, str]:
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")
         words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return words | {"list": "the most frequent n-grams", "save": "write the storage", "load": "read a storage"}
+    return words | {"save": "write the storage", "load": "read a storage"}
 
 
 NGRAM = setting_command(setting_fields()["ngram"])
 SYNTAX = (
     ("[on|off]", "run it, or not"),
     *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
-    ("list [N]", "the N most frequent n-grams"),
     ("save|load FILE", "write it (FILE overwrite replaces), read it"),
 )
 NGRAM_COMMANDS = (
@@ -103,7 +89,7 @@ NGRAM_COMMANDS = (
         NGRAM,
         usage="[on|off] ...",
         run=_ngram,
-        page=replace(NGRAM.page, syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX)),
+        syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX),
         current=lambda settings: ", ".join(
             f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
         ),

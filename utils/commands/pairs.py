@@ -8,15 +8,14 @@ from math import inf
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
-from utils.commands.shared.outcomes import Outcome, Reply, RunReport, ShowRows, UsePair
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UsePair
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.model_info import context_length
-from utils.errors import UserError
+from utils.errors import UserError, check_choice
 from utils.metrics.draft_causes import (
     GREEDY,
     LONG,
@@ -43,15 +42,12 @@ from utils.pairs.doctor import (
     own_text,
     use,
 )
-from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, PairSpec, parse_request
+from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, parse_request
 
 LIST, DOCTOR = "list", "doctor"
 LIST_MEANING = "the pairs that can be loaded by name"
 DOCTOR_MEANING = "whether a drafter is read rightly, and on which texts its drafts fail"
-NOT_TRIED = (
-    "not tried: no hub connection where this was built. The ids are those of published drafters; their formats were "
-    "checked on random weights."
-)
+NOT_TRIED = "not tried: no hub connection where this was built; their formats were checked on random weights."
 CAUSE_TOKENS, LONG_TOKENS = 24, 512  # new tokens of each text, and tokens of a long prompt
 LEAST = "Expected is at least 0.15 for the first draft, half of the draft before it, and half of that in greedy texts."
 NO_DRAFTS = "The drafter made no drafts on any text."
@@ -73,10 +69,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
     if argument.lower() == DOCTOR:
         return _doctor(context)
     if argument:
-        raise UserError(
-            f"'{argument}' is unknown; /pair checks the loaded pair, /pair {DOCTOR} how its drafter is read, and "
-            f"/pair {LIST} lists others for /load."
-        )
+        check_choice(argument.lower(), (LIST, DOCTOR), "word")
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
@@ -89,27 +82,18 @@ def _doctor(context: CommandContext) -> Outcome:
     if drafter is None or harness.pair.drafter_tokenizer is not None:
         raise UserError("/pair doctor examines a drafter with the target's tokenizer, and none is loaded.")
     causes = LocalCauses(harness, settings)
-    title = f"/pair doctor: {name}"
-    reports = [
-        Report(
-            *("drafter doctor", OWN_PROMPT, settings, CAUSES.headings, causes.events(), causes.conclusion), title=title
-        )
-    ]
-    if isinstance(drafter, FeatureDrafter):
-        reports.insert(0, _readings(harness, settings, drafter, title))
-    return [RunReport(report) for report in reports]
-
-
-def _readings(harness: Harness, settings: Settings, drafter: FeatureDrafter, title: str) -> Report:
-    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
+    subject, title = (OWN_PROMPT, settings), f"/pair doctor: {name}"
+    last = CAUSES.report("drafter doctor", *subject, causes.events(), conclude=causes.conclusion, title=title)
+    if not isinstance(drafter, FeatureDrafter):
+        return [last]
     done: list[Examination] = []
-    events = _examined(harness, settings, drafter, done)
 
     def conclusion(_: Sequence[Finding]) -> list[str]:
         # Empty if it was interrupted.
         return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
 
-    return Report("doctor", OWN_PROMPT, settings, TABLE.headings, events, conclusion, title=title)
+    events = _examined(harness, settings, drafter, done)
+    return [TABLE.report("doctor", *subject, events, conclude=conclusion, title=title), last]
 
 
 @dataclass(slots=True)
@@ -122,14 +106,13 @@ class LocalCauses:
     found: list[Contrast] = field(default_factory=list)
 
     def events(self) -> Iterator[ReportEvent]:
-        pair, chat = self.harness.pair, self.settings.uses_chat
+        pair = self.harness.pair
         prompts = [prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured if self._fits(prompt.text)]
         if not prompts:
             raise UserError("the built-in prompts are longer than the target's context length.")
-        count = partial(self._size, settings=self.settings)
         size = min(LONG_TOKENS, (context_length(pair.target) or LONG_TOKENS) // 2)
-        kinds = {GREEDY: prompts, SAMPLED: prompts, LONG: long_prompts(prompts, size, count)}
-        if chat:
+        kinds = {GREEDY: prompts, SAMPLED: prompts, LONG: long_prompts(prompts, size, self._size)}
+        if self.settings.uses_chat:
             kinds[TEMPLATE] = prompts
         for kind, texts in kinds.items():
             settings = replace(self.settings, chat=False) if kind == TEMPLATE else self.settings
@@ -143,11 +126,10 @@ class LocalCauses:
         yield from (CAUSES.finding(row_of(one)) for one in self.found)
 
     def _fits(self, text: str) -> bool:
-        room = context_length(self.harness.pair.target) or inf
-        return self._size(text, self.settings) + 2 * CAUSE_TOKENS < room
+        return self._size(text) + 2 * CAUSE_TOKENS < (context_length(self.harness.pair.target) or inf)
 
-    def _size(self, text: str, settings: Settings) -> int:
-        return len(self.harness.prompt_ids(text, settings))
+    def _size(self, text: str) -> int:
+        return len(self.harness.prompt_ids(text, self.settings))
 
     def _counts(self, kind: str, text: str, settings: Settings) -> Counts:
         """The drafts along the target's own answer."""
@@ -162,11 +144,11 @@ class LocalCauses:
         """The least that is expected: LITTLE of the first drafts, and otherwise half of the draft before it, or half of
         what is accepted in greedy texts.
         """
+        simple = measured if kind == GREEDY else self.probes[0].measured
+        rates = [rate(simple, place) or 0.0 for place in range(self.settings.max_drafts)]
         if kind == GREEDY:
-            rates = [2 * LITTLE, *(rate(measured, place) or 0.0 for place in range(self.settings.max_drafts))]
-            return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
-        simple = [rate(self.probes[0].measured, place) or 0.0 for place in range(self.settings.max_drafts)]
-        return [[(simple[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
+            rates.insert(0, 2 * LITTLE)
+        return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
         if not self.found:
@@ -180,6 +162,7 @@ class LocalCauses:
 def _examined(
     harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[Examination]
 ) -> Iterator[ReportEvent]:
+    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
     pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
     yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
     text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
@@ -194,18 +177,14 @@ def _examined(
         yield TABLE.finding(_figures(reading, found))
 
 
-def _agreement(place: int) -> ResultColumn:
+def _agreement(row: Row, place: int) -> str:
     """The agreement of one draft, with a dash for drafts beyond those of the drafter."""
-
-    def shown(row: Row) -> str:
-        return f"{row['agreement'][place]:.2f}" if place < len(row["agreement"]) else NOTHING
-
-    return ResultColumn(f"draft {place + 1}", shown)
+    return f"{row['agreement'][place]:.2f}" if place < len(row["agreement"]) else NOTHING
 
 
 TABLE = ResultTable(
     ResultColumn("reading", lambda row: row["reading"] or "as it is read now"),
-    *(_agreement(place) for place in range(DEPTH)),
+    *(ResultColumn(f"draft {place + 1}", partial(_agreement, place=place)) for place in range(DEPTH)),
 )
 
 
@@ -223,18 +202,13 @@ def _figures(reading: Reading, found: Examination) -> dict[str, object]:
 
 def _known(context: CommandContext) -> Outcome:
     loaded = context.harness.pair.request if context.harness.has_pair else PairRequest("", None)
-    rows = [(name, _state(name, pair, loaded), _description(pair)) for name, pair in context.pairs.items()]
+    rows = []
+    for name, pair in context.pairs.items():
+        is_loaded = (pair.target, pair.drafter) == (loaded.target, loaded.drafter)
+        state = "loaded" if is_loaded else "not tried" if name in PUBLISHED else ""
+        drafter = pair.drafter or "the first layers of the target"
+        rows.append((name, state, f"{pair.target} + {drafter}: {pair.summary}"))
     return [ShowRows(rows), Reply(NOT_TRIED)]
-
-
-def _state(name: str, pair: PairSpec, loaded: PairRequest) -> str:
-    if (pair.target, pair.drafter) == (loaded.target, loaded.drafter):
-        return "loaded"
-    return "not tried" if name in PUBLISHED else ""
-
-
-def _description(pair: PairSpec) -> str:
-    return f"{pair.target} + {pair.drafter or 'the first layers of the target'}: {pair.summary}"
 
 
 PAIR_COMMANDS = (
@@ -245,13 +219,11 @@ PAIR_COMMANDS = (
         _load,
         group="models",
         rank=1,
-        page=Page(
-            "Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a new "
-            "target drops the old drafter. If loading fails, the old pair stays.",
-            ("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
-            ("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
-            ("pair", "drafter_kind"),
-        ),
+        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a "
+        "new target drops the old drafter. If loading fails, the old pair stays.",
+        example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
+        syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
+        see_also=("pair", "drafter_kind"),
         words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
@@ -260,13 +232,11 @@ PAIR_COMMANDS = (
         "whether the two models fit together",
         _pair,
         group="models",
-        page=Page(
-            "Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context lengths "
-            "and caches.",
-            ("> /pair", "verdict   fine"),
-            ("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-            ("load",),
-        ),
+        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context "
+        "lengths and caches.",
+        example=("> /pair", "verdict   fine"),
+        syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
+        see_also=("load",),
         words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
     ),
 )

@@ -1,22 +1,51 @@
-"""/race: runs the last prompt, or the prompts of a file, several times with every enabled strategy and every server in
+"""/race and /sweep: the last prompt, the prompts of a file, or values of a setting, several times by every arm in
 turns, to separate differences in speed from noise.
 """
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import log
+from statistics import mean
+from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.race_results import REPEATS, race_conclusion, race_rows, race_table
-from utils.commands.experiments.race_runs import ArmRace, RaceItem, local_arms, server_arms, then_findings
-from utils.commands.shared.columns import figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.experiments.races import (
+    NO_RIVAL,
+    NO_TARGET,
+    RANGE,
+    REPEATS,
+    ArmRace,
+    RaceItem,
+    best_of_each,
+    local_arms,
+    race_conclusion,
+    race_row,
+    race_rows,
+    race_table,
+    server_arms,
+    spread,
+    then_findings,
+)
+from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.registry import Command, CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import Arm
-from utils.comparison.benchmark_tables import NO_SAMPLE, BenchmarkSample
-from utils.comparison.reports import Report, shortened
-from utils.errors import UserError
+from utils.comparison.reports import ReportEvent, shortened
+from utils.comparison.speed_claims import (
+    BASELINE,
+    FASTER,
+    MIN_VALUES,
+    SpeedClaim,
+    claim_text,
+    interval_text,
+    speedup_text,
+)
+from utils.comparison.warm_up import with_costs
+from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
+from utils.errors import UserError, check_choice
+from utils.metrics.results import difference_text, first_difference
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
+from utils.text import count_of
 
 MAX_REPEATS = 1000
 EXAMPLE = "/race prompts.jsonl"
@@ -59,8 +88,9 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
     if not prompts:
         raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
     chosen = range(len(prompts)) if limit is None else limited(prompts, limit)
-    sample = BenchmarkSample.chosen([prompts[index] for index in chosen], len(prompts))
-    title = f"/race {repeats} {path}{'' if limit is None else f' limit={limit}'}: {sample.text}"
+    limits = "" if limit is None else f" limit={limit}"
+    part = "" if len(chosen) == len(prompts) else f"{len(chosen)} of "
+    title = f"/race {repeats} {path}{limits}: {part}{count_of(len(prompts), 'prompt')}"
     kinds: list[tuple[str, list[Arm]]] = []
     if not harness.state.servers or harness.runs_locally(settings):
         kinds.append(("suite", local_arms(harness, settings)))
@@ -68,7 +98,7 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
         kinds.append((ON_SERVERS, server_arms(harness, list(harness.state.servers))))
     for record, arms in kinds:
         items = [RaceItem(index + 1, prompts[index], prompts[index].task, settings, arms) for index in chosen]
-        yield _report(record, items, repeats, context, subject=str(path), title=title, sample=sample)
+        yield _report(record, items, repeats, context, subject=str(path), title=title)
 
 
 def _report(
@@ -79,21 +109,17 @@ def _report(
     *,
     subject: str,
     title: str = "",
-    sample: BenchmarkSample | None = None,
 ) -> RunReport:
-    """The report of a race. Of servers, only their own rows are shown. `sample` is None for the last prompt."""
+    """The report of a race. Of servers, only their own rows are shown. `title` is empty for the last prompt."""
     on_servers, race = record == ON_SERVERS, ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
-    table, chosen, length = race_table(items, servers=on_servers), sample or NO_SAMPLE, context.settings.length
-    report = Report(
-        *(record, subject, context.settings, table.headings),
-        then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown, chosen))),
-        lambda findings: race_conclusion(figures_of(findings), len(items) if sample else None),
-        tables=lambda findings: chosen.tables(figures_of(findings), length) if chosen.name else [],
-        optional=table.optional,
+    table = race_table(items, servers=on_servers)
+    return table.report(
+        *(record, subject, context.settings),
+        then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown))),
+        conclude=lambda findings: race_conclusion(figures_of(findings), len(items) if title else None),
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
-    return RunReport(report)
 
 
 RACE = Command(
@@ -103,18 +129,169 @@ RACE = Command(
     _race,
     group="does it help?",
     rank=2,
-    page=Page(
-        f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
-        "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
-        "and report by task. A file has one prompt per line, or JSON lines. One of Spec-Bench or "
-        "SPEED-Bench also gets the table of that benchmark.",
-        ("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
-        syntax=(
-            "/race N               the last prompt, N times",
-            "/race N FILE          all prompts of a file, N times",
-            "/race N FILE limit=3  3 prompts of each task of the file",
-        ),
-        see_also=("verdict", "sweep", "why", "speed-up"),
+    about=f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
+    "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
+    "and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
+    example=("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
+    syntax=(
+        "/race N               the last prompt, N times",
+        "/race N FILE          all prompts of a file, N times",
+        "/race N FILE limit=3  3 prompts of each task of the file",
     ),
+    see_also=("verdict", "sweep", "why", "speed-up"),
     files=("",),
+)
+
+
+MAX_SWEPT = 100  # repeats
+SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
+# Parts of settings by their last words: temperature, top_k, top_p, order, ...
+PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
+EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
+ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
+OTHER_TEXTS = (
+    "The texts differ between the values, so their tokens/s are not compared. What can be compared is the speed-up "
+    "over target-only with the same value:"
+)
+AGAIN = ", then /race 5 measures it again: the best of several values looks slightly better than it is"
+MORE_REPEATS = f"Next: x{MIN_VALUES} at the end of the line runs enough repeats."
+
+
+def sweep_table(setting: str) -> ResultTable:
+    """The columns of a sweep; the first one has the values of the setting."""
+    return ResultTable(
+        ResultColumn(setting, lambda row: row["setting"].partition(" ")[2]),
+        figure("strategy", "strategy"),
+        spread("tokens/s", "tokens_per_second", "{:.1f}"),
+        RANGE,
+        ResultColumn("speed-up", speedup_text),
+        ResultColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
+        figure("acceptance", "acceptance_rate", "{:.3f}", drop=3),
+        figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
+        ResultColumn("text", _swept_text),
+    )
+
+
+def _swept_text(row: Row) -> str:
+    compared = row["lossless"] and row["same_as_target"] is not None
+    return difference_text(row["first_difference"]) if compared else NOTHING
+
+
+def _sweep(argument: str, context: CommandContext) -> Outcome:
+    name, _, text = argument.partition(" ")
+    # The end may be xN, a number of repeats.
+    text, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    repeats = WholeRange(1, MAX_SWEPT).parse(count) if count else REPEATS
+    # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
+    words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
+    if not words:
+        raise UserError(f"give a setting and values, for example: {EXAMPLES}.")
+    check_choice(name, (*SETTINGS, *PARTS), "setting that can be swept")
+    last, harness = context.harness.last(), context.harness
+    prompt = Prompt(last.text)
+    # Arms of a value that cannot run are refused before anything runs.
+    items = [
+        RaceItem(1, prompt, label, settings, local_arms(harness, settings), last.job.history)
+        for label, settings in (_swept_value(name, word, context) for word in words)
+    ]
+    table, race = sweep_table(name), ArmRace(harness, items, repeats)
+    return [
+        table.report(
+            *("sweep", last.text, context.settings),
+            then_findings(_swept_events(race), lambda: map(table.finding, _swept_rows(race))),
+            conclude=lambda findings: conclusion(figures_of(findings)),
+            title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
+        )
+    ]
+
+
+def _swept_value(name: str, word: str, context: CommandContext) -> tuple[str, Settings]:
+    """The label of a value, and the settings with it. Raises UserError if the value is not valid."""
+    entry = PARTS.get(name) or setting_fields()[name]
+    settings = entry.change(context.settings, word, context.limits)
+    return f"{name} {word if name in PARTS else entry.show(settings)}", settings
+
+
+def _swept_events(race: ArmRace) -> Iterator[ReportEvent]:
+    # Costs of drafters that the session has not used yet are measured before any run is timed.
+    race.items = [replace(item, settings=with_costs(race.harness, item.settings)) for item in race.items]
+    yield from race.events()
+
+
+def _swept_rows(race: ArmRace) -> Iterator[dict[str, Any]]:
+    texts: dict[tuple[int, ...], int] = {}  # the number of each different text
+    for item in race.items:
+        for arm in item.arms:
+            group = [result for result in race.results if result.item is item and result.arm is arm]
+            if not group:
+                continue
+            tokens, same = group[0].ours[0].tokens or (), [one.same for one in group]
+            theirs = group[0].theirs[0].tokens if group[0].theirs else None
+            yield race_row(item.group, group) | {
+                "setting": item.group,
+                "text_number": texts.setdefault(tokens, len(texts)),
+                "same_as_target": None if None in same else all(same),
+                "first_difference": None if theirs is None else first_difference(tokens, theirs),
+            }
+
+
+def conclusion(rows: Sequence[Row]) -> list[str]:
+    """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
+    rows = [row for row in rows if row["lossless"]]
+    several = len({row["text_number"] for row in rows}) > 1
+    return _with_texts(rows) if several else _with_one_text([row for row in rows if row["verdict"] != BASELINE])
+
+
+def _with_texts(rows: Sequence[Row]) -> list[str]:
+    """No claim across values, because a text that is easier to draft is generated faster."""
+    return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
+
+
+def _with_one_text(drafting: Sequence[Row]) -> list[str]:
+    gaining = [row for row in drafting if not row["without_gain"]]
+    if not gaining:
+        return [ALL_NOISE if drafting else NO_RIVAL]
+    best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
+    name, claim = _labelled(best), "" if best["speedup"] is None else f": {claim_text(best)}"
+    if len(best["tokens_per_second"]) < MIN_VALUES:
+        about = claim and f", about {best['speedup']:.1f}x target-only"
+        return [f"Too few repeats to tell. The highest speed is that of {name}{about}.", MORE_REPEATS]
+    if claim and best["verdict"] != FASTER:
+        return [f"No value is measurably faster than target-only. The highest is {name}{claim}."]
+    others = [row for row in gaining if row is not best]
+    near = [_labelled(row) for row in others if _claim(best, row) != FASTER]
+    sentence = f"{name} is {'the fastest' if others else 'faster'}{claim}."
+    if near:
+        sentence = f"The highest speed is that of {name}{claim}. Not distinguishable from it: {', '.join(near)}."
+    setting, _, value = best["setting"].partition(" ")
+    command = PARTS[setting].name if setting in PARTS else setting
+    return [sentence, *([f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."] if claim else [])]
+
+
+def _claim(best: Row, other: Row) -> str:
+    """The claim for the ratios of two rows in the same repeat."""
+    pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
+    return SpeedClaim.of([[ours / theirs for ours, theirs in pairs if theirs]]).verdict
+
+
+def _labelled(row: Row) -> str:
+    return f"{row['strategy']} with {row['setting']}"
+
+
+SWEEP = Command(
+    "sweep",
+    "NAME VALUE ...",
+    "one setting over several values",
+    _sweep,
+    group="checks",
+    about=f"Run the last prompt N times (default {REPEATS}) with each value of a setting, in turns. Commas separate "
+    "values of several words.",
+    example=("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
+    syntax=(
+        "/sweep NAME VALUE VALUE ... [xN]",
+        "/sweep temperature 0.5 1 x5",
+        "/sweep processor greedy, nucleus 0.8 0.9",
+    ),
+    see_also=("race", "whatif"),
+    words=dict.fromkeys((*SETTINGS, *PARTS), ""),
 )

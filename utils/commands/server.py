@@ -9,8 +9,7 @@ from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_start import start
 from utils.commands.servers.server_text import text
-from utils.commands.shared.outcomes import Outcome, Reply, ShowTable, UseServers
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
 from utils.errors import check_choice
 from utils.servers.address import ADD_EXAMPLE, key_headers, parse_server, with_server, without_server
 
@@ -39,7 +38,7 @@ def show(argument: str, context: CommandContext) -> Outcome:
         state, key = " (it has ended)" * (address.name in ended), "-" if address.key is None else f"${address.key}"
         model, baseline = address.model or "its only one", address.baseline or "-"
         rows.append((address.name, address.url + state, model, baseline, key))
-    return [ShowTable(HEADINGS, rows)]
+    return [ShowRows(rows, HEADINGS)]
 
 
 def remove(argument: str, context: CommandContext) -> Outcome:
@@ -102,12 +101,10 @@ SERVER = Command(
     "compare inference servers",
     _server,
     group="models",
-    page=Page(
-        "Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
-        "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
-        ("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
-        tuple(f"/server {syntax}" for _, syntax, _ in SUBCOMMANDS.values()),
-        ("race", "speed-up"),
-    ),
+    about="Servers with an OpenAI-compatible interface answer every prompt too: vLLM, SGLang, llama.cpp and others. A "
+    "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
+    example=("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
+    syntax=tuple(f"/server {syntax}" for _, syntax, _ in SUBCOMMANDS.values()),
+    see_also=("race", "speed-up"),
     words={name: meaning for name, (_, _, meaning) in SUBCOMMANDS.items()},
 )

@@ -3,18 +3,24 @@
 /save and /run write settings to a file of commands and run such a file.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import takewhile
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, RunLines, ShowRows
-from utils.commands.shared.paths import output_in, path_in
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import (
+    Action,
+    ChangeSettings,
+    Command,
+    CommandContext,
+    Outcome,
+    Reply,
+    RunLines,
+    ShowRows,
+    output_in,
+    path_in,
+)
 from utils.commands.shared.setting_commands import set_or_show, setting_command
-from utils.config.setting_table import listed_settings, setting_fields, split_setting
-from utils.errors import UserError
+from utils.config.settings import apply_typed, listed_settings, setting_fields, split_setting
 from utils.files import read_text, write_file
-from utils.prompts.conversation import format_turns
 from utils.text import count_of, escaped, unescaped
 
 NO_CONVERSATION = "there is no conversation to forget"
@@ -23,18 +29,15 @@ NEW = "new"
 LONGEST_VALUE = 40  # characters in /show
 # The first line of a file with escaped values.
 HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ a backslash"
-# Changing these measures costs again and can fail for reasons other than the value, so they are run as lines.
-LATE = ("engine", "threads", "drafter_kind", "costs")
 
 
 def _show(argument: str, context: CommandContext) -> Outcome:
-    values = [(name, _shortened(name, entry.describe(context.settings))) for name, entry in listed_settings().items()]
-    return [ShowRows([*context.facts(), *values])]
-
-
-def _shortened(name: str, value: str) -> str:
-    """A value cut to one line. The command of the setting shows all of it."""
-    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
+    rows = [*context.facts()]
+    for name, entry in listed_settings().items():
+        value = entry.describe(context.settings)
+        cut = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
+        rows.append((name, cut))
+    return [ShowRows(rows)]
 
 
 def _turns(argument: str, context: CommandContext) -> Outcome:
@@ -42,7 +45,7 @@ def _turns(argument: str, context: CommandContext) -> Outcome:
         return set_or_show(setting_fields()["turns"], argument, context)
     turns = len(context.harness.state.conversations)
     if turns:
-        return [Action.FORGET_CONVERSATIONS, Reply(FORGOTTEN.format(format_turns(turns)))]
+        return [Action.FORGET_CONVERSATIONS, Reply(FORGOTTEN.format(count_of(turns, "turn")))]
     hint = "" if context.settings.turns else " (/turns on keeps one)"
     return [Reply(NO_CONVERSATION + hint)]
 
@@ -60,42 +63,19 @@ def _run(argument: str, context: CommandContext) -> Outcome:
     # Windows ends lines with "\r\n". Other separators, such as a form feed, may be part of a prompt.
     header, *lines = (line.removesuffix("\r") for line in read_text(path).split("\n"))
     body = [line for line in (header, *lines) if line.strip() and not line.startswith("#")]
-    return _run_settings(path, body, context) if header.startswith(HEADER) else [RunLines(body)]
-
-
-def _run_settings(path: Path, lines: Sequence[str], context: CommandContext) -> Outcome:
-    """Apply the settings at the start of the file in one change, and run everything else as lines."""
-    settings = context.settings
-    late: list[str] = []
-    changes: list[str] = []
-    values = sorted(_leading_settings(lines), key=lambda value: value[0] == "costs")
-    for name, text in values:
-        # Blanks at the ends of a value are escaped, so unescaped ones were typed by a user.
-        entry, value = listed_settings()[name], unescaped(text.strip())
-        # The lines that measure costs may change them, so costs are set again after any such line.
-        if value == entry.show(settings) and not (name == "costs" and late):
-            continue
-        try:
-            changed = entry.change(settings, value, context.limits)
-        except UserError:
-            late.append(f"/{name} {value}")  # the line fails again and shows why
-            continue
-        if name in LATE:
-            late.append(f"/{name} {value}")
-        else:
-            settings = changed
-            changes.append(f"{name} {escaped(entry.show(settings))}")
-    summary = f"{count_of(len(values), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
-    rest = [*late, *(unescaped(line) if line.startswith("/") else line for line in lines[len(values) :])]
-    return [ChangeSettings(settings, summary), *([RunLines(rest)] if rest else [])]
-
-
-def _leading_settings(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and values of the settings at the start of a file."""
-    for line in lines:
-        if (named := split_setting(line)) is None:
-            return
-        yield named
+    if not header.startswith(HEADER):
+        return [RunLines(body)]
+    # The settings at the start are one change. Blanks at the ends of values are escaped, others were typed by a user.
+    named = list(takewhile(bool, map(split_setting, body)))
+    values = {name.replace(" ", "_"): unescaped(text.strip()) for name, text in filter(None, named)}
+    settings = apply_typed(context.settings, values, context.limits)
+    rows = ((name, row, row.show(settings)) for name, row in listed_settings().items())
+    changes = [f"{name} {escaped(value)}" for name, row, value in rows if value != row.show(context.settings)]
+    summary = f"{count_of(len(named), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
+    rest = [unescaped(line) if line.startswith("/") else line for line in body[len(named) :]]
+    # Twice, because a change of the engine or of the drafter kind measures costs, and the file has its own.
+    again = [ChangeSettings(settings)] if settings.costs else []
+    return [ChangeSettings(settings, summary), *again, RunLines(rest)]
 
 
 _SWITCH = setting_command(setting_fields()["turns"])
@@ -107,11 +87,9 @@ SESSION_COMMANDS = (
         "revert the last change of a setting",
         lambda argument, context: [Action.UNDO_SETTINGS],
         group="session",
-        page=Page(
-            "Revert the last change of a setting. Repeat it for earlier changes.",
-            ("> /undo", "undone: cache on (was off)"),
-            see_also=("show",),
-        ),
+        about="Revert the last change of a setting. Repeat it for earlier changes.",
+        example=("> /undo", "undone: cache on (was off)"),
+        see_also=("show",),
     ),
     Command(
         "save",
@@ -119,12 +97,10 @@ SESSION_COMMANDS = (
         "write all settings to a file",
         _save,
         group="session",
-        page=Page(
-            "Write all settings to a file of commands, which /run restores.",
-            ("> /save evening.txt", "settings saved to evening.txt"),
-            ("/save FILE", "/save FILE overwrite    replaces a file"),
-            ("run", "export"),
-        ),
+        about="Write all settings to a file of commands, which /run restores.",
+        example=("> /save evening.txt", "settings saved to evening.txt"),
+        syntax=("/save FILE", "/save FILE overwrite    replaces a file"),
+        see_also=("run", "export"),
         files=("",),
     ),
     Command(
@@ -133,11 +109,9 @@ SESSION_COMMANDS = (
         "run a file of commands and prompts",
         _run,
         group="session",
-        page=Page(
-            "Run a file of commands and prompts, one per line; # begins a comment.",
-            ("> /run evening.txt",),
-            see_also=("save", "race"),
-        ),
+        about="Run a file of commands and prompts, one per line; # begins a comment.",
+        example=("> /run evening.txt",),
+        see_also=("save", "race"),
         files=("",),
     ),
     Command(
@@ -146,11 +120,9 @@ SESSION_COMMANDS = (
         "the loaded models and all settings",
         _show,
         group="session",
-        page=Page(
-            "The loaded models, the engine and the value of every setting, as it would be typed.",
-            ("> /show", "gamma   auto"),
-            see_also=("pair", "undo", "save"),
-        ),
+        about="The loaded models, the engine and the value of every setting, as it would be typed.",
+        example=("> /show", "gamma   auto"),
+        see_also=("pair", "undo", "save"),
     ),
     Command(
         "clear",
@@ -158,7 +130,9 @@ SESSION_COMMANDS = (
         "clear the screen",
         lambda argument, context: [Action.CLEAR_SCREEN],
         group="session",
-        page=Page("Clear the screen, as Ctrl-L does. Nothing else changes.", ("> /clear",), see_also=("turns",)),
+        about="Clear the screen, as Ctrl-L does. Nothing else changes.",
+        example=("> /clear",),
+        see_also=("turns",),
     ),
     Command(
         "quit",
@@ -167,11 +141,9 @@ SESSION_COMMANDS = (
         lambda argument, context: [Action.QUIT],
         group="session",
         rank=2,
-        page=Page(
-            "End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
-            ("> /quit",),
-            see_also=("save",),
-        ),
+        about="End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
+        example=("> /quit",),
+        see_also=("save",),
         at_once=True,
     ),
 )

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from utils.commands.shared.outcomes import Effect, Outcome, Reply, ShowRows
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.shared.registry import Command, CommandContext, Effect, Outcome, Reply, ShowRows
 from utils.comparison.arms import ComparedRun
 from utils.comparison.runs import divergence_sentence
 from utils.comparison.session_state import LastPrompt, SessionState, own_conversations, unlike_target
@@ -68,10 +67,8 @@ TEXTS = Command(
     _texts,
     group="results",
     rank=1,
-    page=Page(
-        "The last texts, marked where they differ from the text of the target. Below them: the first "
-        "token that differs, its probability, and the cause: sampling or rounding.",
-        ("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
-        see_also=("text", "verify", "audit"),
-    ),
+    about="The last texts, marked where they differ from the text of the target. Below them: the first "
+    "token that differs, its probability, and the cause: sampling or rounding.",
+    example=("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
+    see_also=("text", "verify", "audit"),
 )

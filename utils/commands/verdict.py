@@ -3,18 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import then_findings
-from utils.commands.shared.outcomes import ChangeSettings, Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, VerdictClock, plan_prompts
+from utils.commands.experiments.races import race_row, then_findings
+from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome, RunReport
+from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, plan_prompts, started_clock
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
-from utils.comparison.reports import Report, ReportEvent, shortened
+from utils.comparison.reports import ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.prompts.prompt_files import ALL_TASKS
 
@@ -34,7 +31,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     if servers and (not kinds or comparable_servers(harness)):
         kinds.append(ServerSelection)
     runs = (_VerdictRun(kind(harness, settings), settings, plan) for kind in kinds)
-    return [RunReport(run.report()) for run in runs]
+    return [run.report() for run in runs]
 
 
 def _apply(context: CommandContext) -> Outcome:
@@ -56,23 +53,22 @@ class _VerdictRun:
     plan: PromptPlan
     measurement: Measurement | None = None
 
-    def report(self) -> Report:
-        """The report."""
+    def report(self) -> RunReport:
         servers, count = isinstance(self.selection, ServerSelection), len(self.plan.measured)
         # "On this prompt" must identify the prompt, above all on a page of many results.
         what = f"{count} {self.plan.source}" if count > 1 else f'"{shortened(self.plan.measured[0].text)}"'
         table = verdict_table(servers=servers)
-        return Report(
-            *("server_verdict" if servers else "verdict", self.plan.source, self.settings, table.headings),
+        return table.report(
+            *("server_verdict" if servers else "verdict", self.plan.source, self.settings),
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            lambda findings: sentences(findings[-1].figures),
+            conclude=lambda findings: sentences(findings[-1].figures),
             attachment=lambda findings: "\n".join(findings[-1].figures.get("elsewhere", ())),
             transposed=True,
             title=f"/verdict on {what}" + ", on servers" * servers,
         )
 
     def _events(self) -> Iterator[ReportEvent]:
-        self.selection.clock = VerdictClock()  # it was made with the first of two reports
+        self.selection.clock = started_clock()  # it was made with the first of two reports
         self.measurement = yield from self.selection.choose(self.plan)
         yield from self.measurement.run()
 
@@ -95,25 +91,23 @@ VERDICT = Command(
     _verdict,
     group="does it help?",
     rank=1,
-    page=Page(
-        "Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
-        "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
-        "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
-        "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
-        "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
-        (
-            "> /verdict",
-            "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",
-            "to 1.63 over 12 prompts), text identical on 12 of 12.",
-        ),
-        syntax=(
-            "/verdict          on the prompts typed so far, or else on the built-in ones",
-            "/verdict FILE     on the prompts of a file: one per line, or JSON lines",
-            "/verdict builtin  on the built-in prompts",
-            "/verdict apply    use the settings that the last answer recommends",
-        ),
-        see_also=("race", "whatif", "why"),
+    about="Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
+    "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
+    "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
+    "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
+    "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
+    example=(
+        "> /verdict",
+        "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",
+        "to 1.63 over 12 prompts), text identical on 12 of 12.",
     ),
+    syntax=(
+        "/verdict          on the prompts typed so far, or else on the built-in ones",
+        "/verdict FILE     on the prompts of a file: one per line, or JSON lines",
+        "/verdict builtin  on the built-in prompts",
+        "/verdict apply    use the settings that the last answer recommends",
+    ),
+    see_also=("race", "whatif", "why"),
     words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

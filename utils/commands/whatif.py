@@ -1,29 +1,43 @@
-"""/whatif: predicts the last prompt's rounds, acceptance and speed for every draft length, from its finished text.
+"""/why and /whatif: how the last prompt spent its time and what limits its speed-up, and every draft length predicted.
 
-Rounds and acceptance come from the decoding loop itself, run over what the drafters propose along that text
-(sampling.counterfactual). Times are computed from the measured costs.
+/why has the times of the prompt's own runs. For /whatif, rounds and acceptance come from the decoding loop itself, run
+over what the drafters propose along the finished text (sampling.counterfactual), and times from the measured costs.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from utils.commands.experiments.speed_model import TargetTiming, gamma_text, predictions, target_run
-from utils.commands.shared.columns import ResultColumn, ResultTable, by_strategy, figure, rate_of
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.registry import Command, CommandContext, Page
+from utils.commands.experiments.speed_model import (
+    TargetTiming,
+    bottleneck,
+    draft_figures,
+    gamma_text,
+    predictions,
+    target_run,
+)
+from utils.commands.shared.columns import (
+    NOTHING,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+    grouped,
+    rate_of,
+)
+from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.comparison.reports import Finding, Progress, ReportEvent
 from utils.comparison.session_state import LastPrompt
 from utils.comparison.strategies import Strategy
+from utils.errors import UserError
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
 EXACT = "Rounds and acceptance are those of real runs. Speeds are predicted from measured costs (/costs)."
 ESTIMATE = "An estimate for /verify coupled. Other rules use other random numbers and accept slightly more drafts."
 UNLISTED = "A gamma that is not listed accepts the same drafts as the one above it."
-Row = dict[str, Any]  # the figures of a finding
 
 
 TABLE = ResultTable(
@@ -48,12 +62,8 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
     drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    report = Report(
-        *("whatif", last.text, settings, TABLE.headings, _findings(job, drafting, last)),
-        partial(_conclusion, context.settings.gamma),
-        optional=TABLE.optional,
-    )
-    return [RunReport(report)]
+    events, conclude = _findings(job, drafting, last), partial(_conclusion, context.settings.gamma)
+    return [TABLE.report("whatif", last.text, settings, events, conclude=conclude)]
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:
@@ -86,7 +96,7 @@ def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Itera
 
 def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
     """The best gamma of each strategy, what the figures are, and what to type. `gamma` is the value of the session."""
-    found = [best_gamma(rows) for rows in by_strategy(findings).values()]
+    found = [best_gamma(rows) for rows in grouped(figures_of(findings), "strategy").values()]
     exact = all(finding.figures["exact"] for finding in findings)
     unlisted = [] if all(finding.cells for finding in findings) else [UNLISTED]
     lines = [*(line for line, _ in found), " ".join([EXACT if exact else ESTIMATE, *unlisted])]
@@ -123,10 +133,84 @@ WHATIF = Command(
     _whatif,
     group="does it help?",
     rank=4,
-    page=Page(
-        "Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-        "decoding again.",
-        ("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
-        see_also=("gamma", "why", "race", "predicted"),
-    ),
+    about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
+    "decoding again.",
+    example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
+    see_also=("gamma", "why", "race", "predicted"),
+)
+
+
+SHOWN_POSITIONS = 4
+UNIT = "Unit of the costs: one target forward over one token, by the times of these runs."
+
+
+def _positions(row: Row) -> str:
+    """The acceptance of the first drafts of a round."""
+    rates = [accepted / tried for accepted, tried in row["accepted_by_position"][:SHOWN_POSITIONS] if tried]
+    return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
+
+
+def _seconds(row: Row, part: str) -> str:
+    """The seconds of one part of the run, and their share."""
+    total = sum(row["seconds"].values())
+    return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
+
+
+WHY_TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    figure("measured speed-up", "speedup", "{:.2f}x"),
+    figure("tokens/round", "tokens_per_round", "{:.2f}"),
+    figure("drafts/round", "drafts_per_round", "{:.1f}"),
+    figure("draft cost", "draft_cost", "{:.3f}"),
+    figure("verify cost", "verify_cost", "{:.2f}"),
+    ResultColumn("by position", _positions),
+    ResultColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
+    *(ResultColumn(part, partial(_seconds, part=part)) for part in ("drafting", "verifying", "other")),
+)
+
+
+def _why(argument: str, context: CommandContext) -> Outcome:
+    last = context.harness.last()
+    TargetTiming.of(target_run(last))  # raises UserError if the target's own run cannot be compared with
+    if not any(one.strategy.drafts and one.run.timings for one in last.local):
+        raise UserError(
+            "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
+        )
+    return [WHY_TABLE.report("why", last.text, last.job.settings, _splits(last), conclude=_limits, transposed=True)]
+
+
+def _splits(last: LastPrompt) -> Iterator[Finding]:
+    target = target_run(last)
+    for strategy, run, comparison in last.local:
+        if strategy.drafts and run.timings:
+            parts = ((one.drafting, one.verifying, one.total) for one in run.timings)
+            drafting, verifying, total = map(sum, zip(*parts, strict=True))
+            yield WHY_TABLE.finding(
+                {
+                    **draft_figures([(run, target)], comparison.speedup or 1.0),
+                    "strategy": strategy.name,
+                    "gamma": last.job.settings.gamma,
+                    "speedup": comparison.speedup,
+                    "tokens_per_round": len(run.tokens) / len(run.steps),
+                    "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
+                }
+            )
+
+
+def _limits(findings: Sequence[Finding]) -> list[str]:
+    known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
+    lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
+    return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]
+
+
+WHY = Command(
+    "why",
+    "",
+    "where the time went, and what limits it",
+    _why,
+    group="does it help?",
+    rank=3,
+    about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits its speed-up.",
+    example=("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
+    see_also=("whatif", "race", "costs"),
 )

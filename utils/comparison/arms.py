@@ -5,7 +5,7 @@ yields the same ids as the local one. Otherwise the request has the messages of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ngram_assisted import STORAGES, NGramStorage
@@ -23,8 +23,7 @@ from utils.metrics.results import Comparison, collect
 from utils.metrics.stopwatch import RoundTiming, Stopwatch
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
-from utils.prompts.chat_template import prompt_ids
-from utils.prompts.conversation import Turns, to_messages
+from utils.prompts.conversation import Turns, prompt_ids, to_messages
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, Piece, ServerRequest
@@ -115,7 +114,7 @@ class LocalArm:
         # Only this rule accepts a draft by its own p/q.
         by_ratio, traced = settings.verify == "rejection", watch is not None and settings.debug == "full"
         tracer = DraftTracer(accepts_by_ratio=by_ratio) if traced else None
-        steps = self.strategy.steps(job.with_observers(stopwatch, tracer))
+        steps = self.strategy.steps(replace(job, stopwatch=stopwatch, tracer=tracer))
         if watch is None:
             generation = collect(steps, stopwatch=stopwatch)
         else:
@@ -179,12 +178,7 @@ def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
 def ids_of(pair: Pair, text: str, settings: Settings, history: Turns = ()) -> list[int]:
     """The token ids of a prompt that follows earlier turns. Raises UserError for an empty prompt."""
     return prompt_ids(
-        pair.tokenizer,
-        text,
-        chat=settings.uses_chat,
-        system=settings.system,
-        special=settings.special,
-        history=history,
+        pair.tokenizer, text, chat=settings.uses_chat, system=settings.system, special=settings.special, history=history
     )
 
 

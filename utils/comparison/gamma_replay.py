@@ -113,4 +113,4 @@ def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
     settings = replace(job.settings, gamma=gamma)
     own = replace(job, storage=deepcopy(job.storage), caches=caches, prefills=None, settings=settings)
-    return strategy.build_drafter(own.with_observers(None), RULE)
+    return strategy.build_drafter(replace(own, stopwatch=None, tracer=None), RULE)

@@ -19,7 +19,7 @@ from utils.decode.model_session import ModelSession
 from utils.errors import ContextOverflow, UserError
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turn, Turns, with_reset_hint
-from utils.servers.address import TARGET, other_machine
+from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.connection import Connection
 from utils.text import count_of
 
@@ -74,7 +74,7 @@ class Harness:
 
         Raises UserError for a kind that the pair does not have.
         """
-        chosen = (strategy for strategy in self.strategies if strategy.is_on(settings) or not enabled)
+        chosen = (strategy for strategy in self.strategies if not enabled or getattr(settings, strategy.toggle))
         return [variant for strategy in chosen for variant in strategy.variants(settings.drafter_kind, self.pair)]
 
     def runnable(self, settings: Settings, *, enabled: bool = False) -> list[Strategy]:
@@ -198,12 +198,8 @@ class Harness:
 
 def comparable_servers(harness: Harness) -> list[Connection]:
     """The servers with a baseline that shares their host, so that speeds can be compared."""
-    connections = harness.state.servers.connections.values()
-    return [connection for connection in connections if _is_comparable(connection, harness)]
-
-
-def _is_comparable(connection: Connection, harness: Harness) -> bool:
-    address, connections = connection.address, harness.state.servers.connections
-    if address.baseline == TARGET:
-        return harness.has_pair and not other_machine(address, None)
-    return address.baseline in connections and not other_machine(address, connections[address.baseline].address)
+    servers = harness.state.servers
+    known: dict[str | None, ServerAddress | None] = {address.name: address for address in servers.addresses}
+    known |= {TARGET: None} if harness.has_pair else {}
+    baselines = ((one, one.address.baseline) for one in servers)
+    return [one for one, name in baselines if name in known and not other_machine(one.address, known[name])]

@@ -1,7 +1,7 @@
 """Job: one prompt for one strategy, with everything that its decoder needs to run it."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ngram_assisted import NGramStorage
@@ -103,10 +103,6 @@ class Job:
             max_text=settings.ngram_limit,
             observed=self.tracer is not None,
         )
-
-    def with_observers(self, stopwatch: Stopwatch | None, tracer: DraftTracer | None = None) -> "Job":
-        """The same job under observers, which watch it from outside."""
-        return replace(self, stopwatch=stopwatch, tracer=tracer)
 
     def observed(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
         """The drafter and the target's session under the observers."""

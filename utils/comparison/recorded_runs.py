@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,10 +21,7 @@ from utils.servers.address import TARGET
 # The circumstances that can change a run. Memory use, for example, cannot.
 CIRCUMSTANCES = {
     "versions": ("program", "python", "torch", "transformers", "numpy"),
-    "models": (
-        *("target", "drafter", "dtype", "device", "quantize"),
-        *("drafter_dtype", "drafter_quantize"),
-    ),
+    "models": ("target", "drafter", "dtype", "device", "quantize", "drafter_dtype", "drafter_quantize"),
     "engine": ("kind", "weights", "threads"),
     "machine": ("cpu", "cores", "gpus", "system"),
 }
@@ -114,57 +110,38 @@ def _parsed(line: str) -> dict[str, Any]:
     return record
 
 
-def _is_text(value: Any) -> bool:
+NEEDED = {"prompt": "", "strategy": "", "finish": "", "settings": {}}
+OPTIONAL = {  # missing or null is valid
+    **dict.fromkeys(("text", "drafter_kind", "baseline"), ""),
+    **{name: {} for name in (*CIRCUMSTANCES, SERVER)},
+    **dict.fromkeys(("tokens_per_second", "speedup_vs_baseline"), 0.0),
+    **dict.fromkeys(("prompt_tokens", "accepted", "drafted"), 0),
+    "token_ids": [0],
+    "accepted_by_position": [(0, 0)],
+    "history": [{"role": "", "content": ""}],
+}
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    """Whether a value has the type of the form, and so have its parts. Numbers are not negative."""
+    match form:
+        case tuple():
+            return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+        case list():
+            return isinstance(value, list) and all(_has_form(part, form[0]) for part in value)
+        case dict():
+            return isinstance(value, dict) and all(_has_form(value.get(name), part) for name, part in form.items())
+        case int():  # as int64, and not a bool, which is a subclass
+            return type(value) is int and 0 <= value < 2**63
+        case float():
+            return type(value) in (int, float) and 0 <= value <= MAX_SPEED  # false for NaN
     return isinstance(value, str)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_count(value: Any) -> bool:
-    # Not isinstance: True is an int. The upper bound is that of int64.
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MAX_SPEED  # false for NaN
-
-
-def _is_list(is_valid: Callable[[Any], bool], values: Any) -> bool:
-    return isinstance(values, list) and all(map(is_valid, values))
-
-
-_are_pairs = partial(_is_list, lambda pair: _is_list(_is_count, pair) and len(pair) == 2 and pair[0] <= pair[1])
-
-
-def _is_conversation(messages: Any) -> bool:
-    """Whether the messages alternate between user and assistant."""
-    if not _is_list(lambda message: _is_table(message) and _is_text(message.get("content")), messages):
-        return False
-    roles = [message.get("role") for message in messages]
-    return roles == ["user", "assistant"] * (len(messages) // 2)
-
-
-NEEDED: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("prompt", "strategy", "finish"), _is_text),
-    "settings": _is_table,
-}
-OPTIONAL: dict[str, Callable[[Any], bool]] = {  # missing or null is valid
-    **dict.fromkeys(("text", "drafter_kind", "baseline"), _is_text),
-    **dict.fromkeys((*CIRCUMSTANCES, SERVER), _is_table),
-    **dict.fromkeys(("tokens_per_second", "speedup_vs_baseline"), _is_number),
-    **dict.fromkeys(("prompt_tokens", "accepted", "drafted"), _is_count),
-    "token_ids": partial(_is_list, _is_count),
-    "accepted_by_position": _are_pairs,
-    "history": _is_conversation,
-}
 
 
 def _checked(record: Record) -> Record:
     """The record of a run. Raises UserError if a field is not valid, or if the run cannot be compared."""
-    for name, is_valid in (NEEDED | OPTIONAL).items():
-        if not is_valid(record.get(name)) and (name in NEEDED or record.get(name) is not None):
+    for name, form in (NEEDED | OPTIONAL).items():
+        if not _has_form(record.get(name), form) and (name in NEEDED or record.get(name) is not None):
             problem = "has an invalid value" if name in record else "is missing"
             raise UserError(f'the record is damaged: its "{name}" {problem}.')
     if record["finish"] == FinishReason.INTERRUPTED:

@@ -21,15 +21,13 @@ from utils.comparison.arms import ComparedRun
 from utils.comparison.reports import Finding, Report
 from utils.comparison.runs import Run
 from utils.comparison.session_state import LastPrompt
-from utils.config.setting_table import as_json
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason
 from utils.metrics.divergence import Divergence
 from utils.prompts.conversation import to_messages
-from utils.servers.address import ServerAddress
-from utils.servers.kinds.completion import Chat, CountedBy
+from utils.servers.kinds.completion import IDS, Chat
 
 SCHEMA = 2
 GENERATION = "generation"  # a run of a strategy or a server
@@ -66,7 +64,7 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "token_ids": None if run.tokens is None else list(run.tokens),
         "prompt_tokens": run.prompt_tokens,
         "new_tokens": run.new_tokens,
-        "tokens_counted_by": (CountedBy.IDS if run.completion is None else run.completion.counted_by).value,
+        "tokens_counted_by": IDS if run.completion is None else run.completion.counted_by,
         "finish": run.finish.value,
         "finish_reason": run.finish.value if run.completion is None else run.completion.finish_reason,
         "seconds": run.seconds,
@@ -85,22 +83,16 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
 
 
 def server_figures(run: Run) -> dict[str, Any] | None:
-    """Which server answered, and the form of its prompt. None for a local run."""
+    """Which server answered, without its key, and the form of its prompt. None for a local run."""
     if run.address is None or run.completion is None:
         return None
-    request = run.completion.request
-    prompt = None if request is None else request.prompt
+    prompt = None if run.completion.request is None else run.completion.request.prompt
     form = "messages" if isinstance(prompt, Chat) else "text" if isinstance(prompt, str) else "token ids"
-    return address_figures(run.address) | {
-        "model": run.completion.model,
-        "kind": run.completion.kind,
+    return {
+        **{name: getattr(run.address, name) for name in ("name", "url", "baseline", "same")},
+        **{name: getattr(run.completion, name) for name in ("model", "kind")},
         "prompt_form": form,
     }
-
-
-def address_figures(address: ServerAddress) -> dict[str, Any]:
-    """A server's name and address, without its key."""
-    return {"name": address.name, "url": address.url, "baseline": address.baseline, "same": address.same}
 
 
 def divergence_figures(divergence: Divergence) -> dict[str, Any]:
@@ -143,7 +135,7 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
     Models and engine are missing if `pair` is None.
     """
     state = {
-        "models": dict.fromkeys(MODEL_FIELDS) if pair is None else _models(pair),
+        "models": {name: None if pair is None else getattr(pair, field) for name, field in MODEL_FIELDS.items()},
         "engine": {} if pair is None else pair.engine.figures(),
         "versions": dict(versions()),
         "machine": dict(machine_facts()),
@@ -155,13 +147,9 @@ def _draft_figures(run: Run) -> dict[str, Any]:
     """What became of the drafts. The times are known for local runs only."""
     found, positions = run.acceptance, run.accepted_by_position
     local = None if run.drafted is None else run.generation
+    names = ("drafted", "accepted", "acceptance_rate", "rounds", "target_forwards", "tokens_per_target_forward")
     return {
-        "drafted": run.drafted,
-        "accepted": run.accepted,
-        "acceptance_rate": run.acceptance_rate,
-        "rounds": run.rounds,
-        "target_forwards": run.target_forwards,
-        "tokens_per_target_forward": run.tokens_per_target_forward,
+        **{name: getattr(run, name) for name in names},
         "accepted_by_position": None if positions is None else [list(pair) for pair in positions],
         "acceptance_is_valid": None if found is None else found.valid,
         "acceptance_note": "" if found is None else found.note,
@@ -170,10 +158,6 @@ def _draft_figures(run: Run) -> dict[str, Any]:
         "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
         "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),
     }
-
-
-def _models(pair: Any) -> dict[str, str | int | None]:
-    return {name: getattr(pair, attribute) for name, attribute in MODEL_FIELDS.items()}
 
 
 @cache

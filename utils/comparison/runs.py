@@ -157,17 +157,15 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
     the same prompt and noise; if not, only their speeds are compared.
     """
     other = next((one for one in runs if one.name == run.baseline), None)
-    empty = Comparison(baseline=run.baseline)
+    compared = Comparison(baseline=run.baseline)
     if other is None:
-        return empty
+        return compared
     if other is run:  # before the check for interrupts: an interrupted target still equals itself
         decoding = None if run.decode_tokens_per_second is None else 1.0
-        return replace(empty, speedup=1.0, same=True, decode_speedup=decoding, baseline_tokens=run.new_tokens)
+        return replace(compared, speedup=1.0, same=True, decode_speedup=decoding)
     if FinishReason.INTERRUPTED in (run.finish, other.finish):
-        return empty
-    compared = replace(empty, baseline_tokens=other.new_tokens)
-    is_local = run.address is None and other.address is None
-    if is_local or not other_machine(run.address, other.address):
+        return compared
+    if (run.is_local and other.is_local) or not other_machine(run.address, other.address):
         compared = replace(
             compared,
             speedup=_ratio(run.tokens_per_second, other.tokens_per_second),
@@ -176,16 +174,11 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
     # The noise of a server is its own, so that only its greedy texts can be equal.
     if not same_request or not (run.is_local or is_greedy(settings)):
         return compared
-    texts, unit = _texts(run, other)
-    difference = first_difference(*texts)
-    return replace(compared, same=difference is None, first_difference=difference, unit=unit)
-
-
-def _texts(run: Run, other: Run) -> tuple[tuple[Sequence[object], Sequence[object]], str]:
-    """What is compared, and its unit. A server's ids may be those of another tokenizer than the local target's."""
+    difference, unit = first_difference(run.text, other.text), CHARACTER
+    # A server's ids may be those of another tokenizer than the local target's.
     if run.is_local == other.is_local and run.tokens is not None and other.tokens is not None:
-        return (run.tokens, other.tokens), TOKEN
-    return (run.text, other.text), CHARACTER
+        difference, unit = first_difference(run.tokens, other.tokens), TOKEN
+    return replace(compared, same=difference is None, first_difference=difference, unit=unit)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
@@ -219,12 +212,6 @@ def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
 def _units(run: Run) -> Sequence[object]:
     """The tokens of a local run, or the characters of a server's text."""
     return run.tokens if run.is_local and run.tokens is not None else visible(run.text)
-
-
-def start_of_difference(ours: str, theirs: str) -> int:
-    """The index of the first character that differs."""
-    start = first_difference(ours, theirs)
-    return len(ours) if start is None else start
 
 
 def start_of_context(text: str, difference: int) -> int:

@@ -1,6 +1,6 @@
 """What a session remembers from one line to the next: the runs of the last prompt, results, storages, servers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -146,21 +146,23 @@ class SessionState:
     """The memory of one session.
 
     `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `causes` explains by
-    strategy why texts differ from the target's. `records` are those of the last result. `advice` holds the settings
-    that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change of the
-    target's logits by verify width. `first_drafts` counts, by strategy, the first drafts of rounds and how many were
-    accepted. `said_low_acceptance` is True once the hint about low acceptance was shown.
+    strategy why texts differ from the target's. `records` makes those of the last result. `advice` holds the
+    settings that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change
+    of the target's logits by verify width.
     """
 
     storage: NGramStorage
     prompts: list[str] = field(default_factory=list)
     advice: Mapping[str, Any] | None = None
     last: LastPrompt | None = None
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: Callable[[], list[dict[str, Any]]] = list
     causes: Mapping[str, Divergence] = field(default_factory=dict)
     rounding: float = 0.0
-    first_drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    said_low_acceptance: bool = False
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
     servers: ServerList = field(default_factory=ServerList)
+
+    def settle_records(self) -> None:
+        """Make the records of the last result now, before the models or the engine change that they describe."""
+        made = self.records()
+        self.records = lambda: made

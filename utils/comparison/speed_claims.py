@@ -147,11 +147,16 @@ def speed_sentence(row: Row) -> str:
     if verdict == TOO_FEW:
         return f"{name}: about {rough(row['speedup'])}{star(row)} {baseline_name(row)}, but too few runs to tell."
     if verdict == NOT_DISTINGUISHABLE:
-        low, high = row["interval"] or (0.0, inf)
-        # An interval that excludes 1 would otherwise seem to contradict the verdict.
-        why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
-        return f"{name}: {claim_text(row)}, not distinguishable from no difference{why}."
+        return f"{name}: {claim_text(row)}, {no_difference(row)}."
     return f"{name} is {verdict}: {claim_text(row)}."
+
+
+def no_difference(row: Row) -> str:
+    """The words for a speed-up that is not distinguishable from 1."""
+    low, high = row["interval"] or (0.0, inf)
+    # An interval that excludes 1 would otherwise seem to contradict them.
+    why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
+    return f"not distinguishable from no difference{why}"
 
 
 def baseline_name(row: Row) -> str:

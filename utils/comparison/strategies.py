@@ -5,15 +5,9 @@ A new strategy is one row: a name, the setting that turns it on, and a function 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from sampling import (
-    RULES,
-    BeamWidth,
-    Rule,
-    autoregressive_steps,
-    beam_search_steps,
-    speculative_steps,
-)
+from sampling import RULES, BeamWidth, Rule, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.comparison.job import Job
 from utils.config.settings import Settings
 from utils.decode.steps import Step
@@ -33,8 +27,8 @@ class Strategy:
 
     `name` is its name in JSON records, `toggle` the setting that enables it, and `steps` its decoder. `kind` is the
     drafter kind, if it drafts, and `word` its name in /drafter_kind; `chooses_kind` is True if that setting applies.
-    `uses_target` and `uses_drafter` are the models that it runs. `samples` is True if its tokens are drawn one by one
-    from the processed distribution.
+    `uses_target` is False if it runs the drafter alone. `samples` is True if its tokens are drawn one by one from the
+    processed distribution.
     """
 
     name: str
@@ -46,7 +40,6 @@ class Strategy:
     word: str = ""
     chooses_kind: bool = False
     uses_target: bool = True
-    uses_drafter: bool = False
     samples: bool = True
 
     @property
@@ -61,7 +54,7 @@ class Strategy:
     @property
     def needs_drafter(self) -> bool:
         """Whether it runs only with a loaded drafter."""
-        return self.uses_drafter or (self.kind is not None and self.kind.uses_loaded)
+        return not self.uses_target or (self.kind is not None and self.kind.uses_loaded)
 
     @property
     def keeps_texts(self) -> bool:
@@ -121,24 +114,13 @@ class Strategy:
             word=word,
         )
 
-    def is_on(self, settings: Settings) -> bool:
-        """Whether the settings enable it."""
-        return bool(getattr(settings, self.toggle))
 
-
-def _drafted(job: Job, kind: DrafterKind) -> Iterator[Step]:
+def _drafted(job: Job, kind: DrafterKind | None = None) -> Iterator[Step]:
+    """Rounds with drafts of this kind, or of the job's."""
     rule = RULES[job.settings.verify]
-    built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    built = (kind or drafter_kind(job.drafter)).build(job.drafter_inputs(shares_noise=rule.shares_noise))
     drafter, target = job.observed(built.drafter, built.target)
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.max_drafts, rule=rule)
-
-
-def _speculative(job: Job) -> Iterator[Step]:
-    yield from _drafted(job, drafter_kind(job.drafter))
-
-
-def _ngram(job: Job) -> Iterator[Step]:
-    yield from _drafted(job, NGRAM)
 
 
 def _target(job: Job) -> Iterator[Step]:
@@ -160,7 +142,7 @@ STRATEGIES = (
         title="Speculative",
         colour="magenta",
         toggle="speculative",
-        steps=_speculative,
+        steps=_drafted,
         kind=drafter_kind(LOADED),
         word=LOADED,
         chooses_kind=True,
@@ -170,7 +152,7 @@ STRATEGIES = (
         title="N-gram assisted (NASD)",
         colour="yellow",
         toggle="ngram",
-        steps=_ngram,
+        steps=partial(_drafted, kind=NGRAM),
         kind=NGRAM,
         word=NGRAM.name,
     ),
@@ -183,7 +165,6 @@ STRATEGIES = (
         steps=_drafter,
         word=LOADED,
         uses_target=False,
-        uses_drafter=True,
     ),
     Strategy(name="beam", title="Beam search", colour="blue", toggle="beams", steps=_beam, samples=False),
 )

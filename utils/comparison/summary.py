@@ -12,13 +12,10 @@ from utils.comparison.arms import ComparedRun
 from utils.comparison.runs import PREFIX, Run
 from utils.comparison.session_state import LastPrompt
 from utils.comparison.speed_claims import OTHER_REQUESTS, rough
-from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason
-from utils.servers.address import other_machine
+from utils.servers.address import TARGET, other_machine
 from utils.text import count_of
 
-FULL_CONTEXT = "cut at {}: the context is full"
-TARGET = next(row.name for row in STRATEGIES if row.is_baseline)
 NOTICEABLE = 0.05  # smaller differences between single runs are treated as noise
 NO_TOKENS = "No token was generated, so there is nothing to compare."
 NO_TARGET = "Without target-only there is nothing to compare the speed with: /target on."
@@ -37,18 +34,10 @@ NO_DRAFTS = "No draft was accepted, so any difference in speed is noise or the c
 
 def ending(run: Run, length: int) -> str:
     """How a text ended. It is empty if the text ended by itself. `length` is the maximum number of new tokens."""
-    match run.finish:
-        case FinishReason.STOP:
-            return ""
-        case FinishReason.LENGTH:
-            made = length if run.new_tokens is None else run.new_tokens
-            return (
-                f"cut at {count_of(made, 'token')} (/length)"
-                if made >= length
-                else FULL_CONTEXT.format(count_of(made, "token"))
-            )
-        case FinishReason.INTERRUPTED:
-            return "interrupted"
+    if run.finish is not FinishReason.LENGTH:
+        return "interrupted" if run.finish is FinishReason.INTERRUPTED else ""
+    made = length if run.new_tokens is None else run.new_tokens
+    return f"cut at {count_of(made, 'token')}{' (/length)' if made >= length else ': the context is full'}"
 
 
 def credible_speedup(compared: ComparedRun) -> float | None:
@@ -145,25 +134,21 @@ def summary(compared: Sequence[ComparedRun], planned: Collection[str], elsewhere
     rivals = sorted(found, key=lambda rival: -rival.factor)
     sentence = f"{', and '.join(filter(None, (_speeds(rivals), _texts(rivals))))}; {_next(rivals)}."
     limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    return " ".join(filter(None, (sentence, limit, elsewhere, _not_explained(rivals))))
+    without = [rival.name for rival in rivals if rival.speed is Speed.UNEXPLAINED]
+    noise = NOISE.format(_listed(without)) if 0 < len(without) < len(rivals) else ""
+    return " ".join(filter(None, (sentence, limit, elsewhere, noise)))
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _unexplained(rivals: Sequence[Rival]) -> bool:
-    """Whether no strategy had a draft accepted."""
-    return all(rival.speed is Speed.UNEXPLAINED for rival in rivals)
-
-
 def _speeds(rivals: Sequence[Rival]) -> str:
     """Which strategies were faster than target-only, and by about how much."""
-    if _unexplained(rivals):
-        return NO_DRAFTS
     judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
-    best, several = judged[0], len(judged) > 1
-    factor = best.about
+    if not judged:
+        return NO_DRAFTS
+    best, several, factor = judged[0], len(judged) > 1, judged[0].about
     match best.speed:
         case Speed.FASTER:
             first = "the fastest, " if sum(rival.speed is Speed.FASTER for rival in judged) > 1 else ""
@@ -175,14 +160,6 @@ def _speeds(rivals: Sequence[Rival]) -> str:
         case _:
             who = f"the best, {best.name}," if several else best.name
             return f"Nothing was faster than target-only: {who} ran at {factor} its speed"
-
-
-def _not_explained(rivals: Sequence[Rival]) -> str:
-    """Which strategies had no accepted drafts while others had some."""
-    without = [rival for rival in rivals if rival.speed is Speed.UNEXPLAINED]
-    if not without or _unexplained(rivals):
-        return ""
-    return NOISE.format(_listed([rival.name for rival in without]))
 
 
 def _texts(rivals: Sequence[Rival]) -> str:

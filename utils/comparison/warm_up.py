@@ -1,6 +1,6 @@
 """Prepares a pair: every strategy runs once, and the costs of its drafters are measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
@@ -10,15 +10,12 @@ from sampling import RULES
 from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
 from utils.comparison.job import Job
-from utils.config.setting_table import as_json
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
-from utils.decode.steps import FinishReason, Step
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
-from utils.metrics.results import collect
 from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label
@@ -152,16 +149,9 @@ def warm_up(harness: Harness, settings: Settings, stopped: Callable[[], bool] = 
         if stopped():  # stop before the next prefill
             return
         with suppress(UserError):  # reported when the strategy is used
-            if collect(_until(stopped, strategy.steps(job))).finish is FinishReason.INTERRUPTED:
-                raise KeyboardInterrupt
-
-
-def _until(stopped: Callable[[], bool], steps: Iterator[Step]) -> Iterator[Step]:
-    """The steps, until `stopped` returns True."""
-    for step in steps:
-        if stopped():
-            return
-        yield step
+            for _ in strategy.steps(job):
+                if stopped():
+                    return
 
 
 def _within_context(tokens: int, harness: Harness) -> int:

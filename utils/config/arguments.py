@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils import __version__
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, SEED, check_device
-from utils.config.setting_table import Setting, flag_settings, known_settings
-from utils.config.settings import Settings
+from utils.config.settings import Setting, Settings, flag_settings, known_settings
 from utils.config.value_types import Limits
 from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
@@ -153,22 +153,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(**config.flags)
     arguments = parser.parse_args(argv)
     arguments.config = config
-    _add_server_addresses(arguments, parser)
+    try:
+        given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
+        arguments.servers = merged(config.servers, given)
+    except UserError as error:
+        parser.error(f"--server: {error}")
+    arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
-
-
-def _add_server_addresses(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """The servers of the flags and the config file as addresses, and whether only servers are used."""
-    try:
-        given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
-        arguments.servers = merged(arguments.config.servers, given)
-    except UserError as error:
-        parser.error(f"--server: {error}")
-    arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
 
 
 def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -212,7 +207,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Pairs: {pairs}; published drafters (/pair list names them); and those of the config file",
     )
     _add_models(parser)
-    _add_computation(parser)
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="run this prompt and exit, after the lines of -c")
     add("-c", dest="lines", action="append", default=[], metavar="LINE", help="run this line and exit; repeatable")
@@ -242,8 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(setting: Setting, text: str) -> object:
+    return setting.value_type.parse(text, setting.default, Limits())
+
+
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    """Flags that choose the models and how their weights are stored."""
+    """Flags that choose the models, how their weights are stored and how they are computed."""
     add = parser.add_argument
     add("--target", metavar="ID|FOLDER|FILE.gguf", help="target model: hub id, local folder or GGUF file")
     add(
@@ -257,25 +255,16 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="default: auto")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the target (default: none)")
     add("--drafter-quantize", choices=QUANTIZATIONS, default="none", help="quantization of the drafter (default: none)")
-
-
-def _add_computation(parser: argparse.ArgumentParser) -> None:
-    """Flags about how the models are computed: the format of the weights, and settings."""
-    parser.add_argument(
+    add(
         "--engine-weights",
         choices=ENGINE_WEIGHTS,
         default="float32",
         help="format of the linear weights on a CPU; gguf: the blocks of the target's GGUF file (default: float32)",
     )
     for setting in flag_settings():
-        parser.add_argument(
+        add(
             f"--{setting.name}",
-            type=_setting_flag(setting),
+            type=flag_type(partial(_parsed, setting)),
             metavar=setting.value_type.usage,
             help=f"{setting.summary} (default: {setting.show(Settings())})",
         )
-
-
-def _setting_flag(setting: Setting) -> Callable[[str], object]:
-    """The value of a setting as the argparse `type` of its flag."""
-    return flag_type(lambda text: setting.value_type.parse(text, setting.default, Limits()))

@@ -16,13 +16,11 @@ class DraftEvidence:
     """Why these k tokens were drafted. Collected only while something observes the run.
 
     `logits` are the drafter's raw logits (1, V') that each draft was drawn from. `match_lengths` are the numbers of
-    context tokens that matched, 0 for none. `runners_up` are, for every new position, the tokens entered into the
-    n-gram storage besides the text.
+    context tokens that matched, 0 for none.
     """
 
     logits: Sequence[Tensor] = ()
     match_lengths: Sequence[int] = ()
-    runners_up: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

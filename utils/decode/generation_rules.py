@@ -5,9 +5,8 @@ Translation models forbid their padding token, summarizers begin with a fixed to
 so far, or on a wanted length, are not applied; `ignored_settings` names them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -54,13 +53,13 @@ class GenerationRules:
         """
         settings = getattr(model, "generation_config", None)
         size = vocabulary_size(model)
-        words = _valid(model, "bad_words_ids", lambda value: _is_list(value, partial(_is_list, is_item=_is_id))) or []
+        words = _valid(model, "bad_words_ids", depth=2) or []
         single = {word[0] for word in words if len(word) == 1}
         # As in `generate`, bad_words_ids cannot forbid an end token.
-        never = {*(_valid(model, "suppress_tokens", _is_ids) or ()), *(single - _end_ids(settings))}
-        begins = _valid(model, "begin_suppress_tokens", _is_ids) or ()
+        never = {*(_valid(model, "suppress_tokens", depth=1) or ()), *(single - _end_ids(settings))}
+        begins = _valid(model, "begin_suppress_tokens", depth=1) or ()
         # `generate` forces it after exactly one token of context: the start token of an encoder-decoder.
-        forced = _valid(model, "forced_bos_token_id", _is_id) if model.config.is_encoder_decoder else None
+        forced = _valid(model, "forced_bos_token_id", depth=0) if model.config.is_encoder_decoder else None
         rules = cls(_within(sorted(never), size), _within(begins, size), next(iter(_within([forced], size)), None))
         rules._check_some_allowed(model_name(model), size)
         return rules
@@ -100,10 +99,10 @@ def end_tokens(ids: EndIds, model: Any) -> int | Iterable[int] | None:
     return ids  # type: ignore[return-value]  # any other string is refused with the other values that are not ids
 
 
-def _valid(model: Any, field: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A generation setting, or None. Raises UserError if its value is not valid."""
+def _valid(model: Any, field: str, *, depth: int) -> Any:
+    """A generation setting, or None: an id, or lists of ids of this depth. Raises UserError for anything else."""
     value = getattr(getattr(model, "generation_config", None), field, None)
-    if value is None or is_valid(value):
+    if value is None or _has_ids(value, depth):
         return value
     raise UserError(
         f"{field} {str(value)[:40]!r} of '{model_name(model)}' does not consist of token ids: "
@@ -111,16 +110,10 @@ def _valid(model: Any, field: str, is_valid: Callable[[Any], bool]) -> Any:
     )
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int  # not bool, which is a subclass
-
-
-def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_item, value))
-
-
-def _is_ids(value: Any) -> bool:
-    return _is_list(value, _is_id)
+def _has_ids(value: Any, depth: int) -> bool:
+    if not depth:
+        return type(value) is int  # not bool, which is a subclass
+    return isinstance(value, list | tuple) and all(_has_ids(part, depth - 1) for part in value)
 
 
 def _within(ids: Iterable[Any], size: int) -> tuple[int, ...]:

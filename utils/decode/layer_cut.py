@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from utils.decode.engine_forward import engine_forward
-from utils.decode.model_info import is_spread
+from utils.decode.model_info import is_spread, model_name
 from utils.errors import UserError
 from utils.text import count_of
 
@@ -43,8 +43,8 @@ def check_depth(model: PreTrainedModel, depth: int) -> None:
     count = len(_blocks(model, _stack_path(model)))
     if not 1 <= depth < count:
         raise UserError(
-            f"layers:{depth} cannot be cut from {_name(model)}: it has {count_of(count, 'layer')}, so K must be in "
-            f"1..{count - 1}."
+            f"layers:{depth} cannot be cut from {model_name(model)}: it has {count_of(count, 'layer')}, so K must be "
+            f"in 1..{count - 1}."
         )
 
 
@@ -139,7 +139,7 @@ def _stack_path(model: PreTrainedModel) -> str:
         reason = "its blocks are not in one list"
     else:
         return outermost[0]
-    raise UserError(f"{_name(model)} cannot be cut into layers: {reason}; give a model as --drafter.")
+    raise UserError(f"{model_name(model)} cannot be cut into layers: {reason}; give a model as --drafter.")
 
 
 def _blocks(model: PreTrainedModel, path: str) -> Any:
@@ -158,9 +158,5 @@ def _check_runs(cut: PreTrainedModel) -> None:
             cut(input_ids=torch.zeros((1, 1), dtype=torch.long, device=cut.device), use_cache=True)
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{_name(cut)} cannot be cut into layers: the cut model does not run; give a model as --drafter."
+            f"{model_name(cut)} cannot be cut into layers: the cut model does not run; give a model as --drafter."
         ) from error
-
-
-def _name(model: PreTrainedModel) -> str:
-    return str(model.name_or_path).rpartition("/")[2] or type(model).__name__

@@ -7,34 +7,29 @@ from typing import Protocol, Self
 from torch import Tensor
 
 
-class Session(Protocol):
-    """What token-by-token decoding requires."""
+class RewindableSession(Protocol):
+    """What every decoder requires."""
 
     name: str
+
+    def begin(self, prompt: list[int]) -> list[int]: ...
+
+    def room(self, context: list[int]) -> int | None: ...
+
+    def feed(self, context: list[int], keep: int) -> Tensor: ...
+
+    def rewind(self, length: int) -> None: ...
+
+
+class Session(RewindableSession, Protocol):
+    """What token-by-token decoding requires."""
+
     vocab_size: int
     context_length: int | None
 
-    def begin(self, prompt: list[int]) -> list[int]: ...
 
-    def room(self, context: list[int]) -> int | None: ...
-
-    def feed(self, context: list[int], keep: int) -> Tensor: ...
-
-    def rewind(self, length: int) -> None: ...
-
-
-class TargetSession(Protocol):
+class TargetSession(RewindableSession, Protocol):
     """What the draft-verify loop requires of the target."""
-
-    name: str
-
-    def begin(self, prompt: list[int]) -> list[int]: ...
-
-    def room(self, context: list[int]) -> int | None: ...
-
-    def feed(self, context: list[int], keep: int) -> Tensor: ...
-
-    def rewind(self, length: int) -> None: ...
 
     def take_features(self) -> Tensor | None: ...
 

@@ -4,6 +4,7 @@ Every decoder (autoregressive, speculative, n-gram assisted, beam search) yields
 and statistics are written once. Nothing here knows models, text or time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,3 +44,16 @@ class Step:
     def is_bonus(self) -> bool:
         """Whether all drafts were accepted, so that the added token is a bonus token."""
         return self.token is not None and self.accepted == len(self.drafted)
+
+
+def by_position(rounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(accepted, verified) for each draft position, from the drafted and accepted drafts of each round. A draft is
+    verified if all drafts before it were accepted.
+    """
+    return [
+        (
+            sum(accepted > position for _, accepted in rounds),
+            sum(drafted > position and accepted >= position for drafted, accepted in rounds),
+        )
+        for position in range(max((drafted for drafted, _ in rounds), default=0))
+    ]

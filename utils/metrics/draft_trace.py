@@ -1,11 +1,10 @@
-"""Why drafts were accepted or rejected: their probabilities under the target, and their origin.
+"""Why drafts were accepted or rejected: their probabilities under the target and under the drafter.
 
 The tracer takes the drafter's place, so the loop does not know of it. It stores references during a
 round and computes when it is read, outside every clock. Probabilities are those of the raw logits: under greedy
 decoding the processed ones are 0 or 1 and explain nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,7 +22,7 @@ class DraftTrace:
     `p` and `rank` (from 1) are its probability and rank under the target, `q` is its probability under the drafter.
     `acceptance` is min(1, p/q) of the processed distributions, or None if drafts have no distribution or are verified
     together. `target_token` is the token in the text at its position, with probability `target_p`. `match_length` is
-    the number of context tokens that found an n-gram or a match, and `origin` the position of the match.
+    the number of context tokens that found an n-gram or a match, 0 if the draft was drawn from the seed.
     """
 
     token: int
@@ -34,7 +33,6 @@ class DraftTrace:
     target_token: int
     target_p: float
     match_length: int | None = None
-    origin: str = ""
 
     @property
     def is_accepted(self) -> bool:
@@ -50,29 +48,14 @@ class DraftTrace:
         return self.p >= NEAR_MISS * self.target_p
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The exchange between the loop and the drafter in one round."""
-
-    draft: Draft
-    context: list[int]
-    verified: Verified
-
-    @property
-    def evidence(self) -> DraftEvidence:
-        return self.draft.evidence or DraftEvidence()
-
-
 class DraftTracer:
     """Traces the drafts of a run. `accepts_by_ratio` is True if drafts are accepted one by one by p/q."""
 
     def __init__(self, *, accepts_by_ratio: bool = True) -> None:
         self._accepts_by_ratio = accepts_by_ratio
         self._drafter: Drafter
-        self._prompt: list[int] = []
-        self._origin = 0  # context length before the first new token
         self._draft: Draft | None = None
-        self._round: Round | None = None
+        self._round: tuple[Draft, Verified] | None = None
 
     def around(self, drafter: Drafter) -> "DraftTracer":
         """The tracer itself, as a drafter that forwards to this one."""
@@ -80,7 +63,7 @@ class DraftTracer:
         return self
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._prompt, self._origin, self._draft = list(prompt), len(context), None
+        self._draft = None
         self._drafter.begin(prompt, context)
 
     def propose(self, context: list[int], count: int) -> Draft:
@@ -90,7 +73,7 @@ class DraftTracer:
     def commit(self, context: list[int], verified: Verified) -> None:
         draft, self._draft = self._draft, None
         # With first_target, the first round has no draft.
-        self._round = None if draft is None else Round(draft, context, verified)
+        self._round = None if draft is None else (draft, verified)
         self._drafter.commit(context, verified)
 
     def read(self, step: Step) -> tuple[DraftTrace, ...]:
@@ -98,50 +81,25 @@ class DraftTracer:
         last, self._round = self._round, None
         if last is None:
             return ()
-        verified = step.drafted[: step.accepted + 1]
-        return tuple(self._trace(last, index, token, step) for index, token in enumerate(verified))
+        verified = min(len(step.drafted), step.accepted + 1)
+        return tuple(self._trace(*last, index, step) for index in range(verified))
 
-    def _trace(self, last: Round, index: int, token: int, step: Step) -> DraftTrace:
-        row = last.verified.logits[index]  # (V,)
-        target_token = step.tokens[index]
-        logits, lengths = last.evidence.logits, last.evidence.match_lengths
-        match_length = lengths[index] if lengths else None
+    def _trace(self, draft: Draft, verified: Verified, index: int, step: Step) -> DraftTrace:
+        row, evidence = verified.logits[index], draft.evidence or DraftEvidence()  # (V,)
+        token, target_token = step.drafted[index], step.tokens[index]
+        logits, lengths = evidence.logits, evidence.match_lengths
+        q = draft.probs if self._accepts_by_ratio else None
         return DraftTrace(
             token=token,
             p=probability(row, token),
             rank=rank(row, token),
             q=probability(logits[index][0], token) if logits else None,
-            acceptance=self._acceptance(last, index, token),
+            # q > 0, since the token was drawn from it.
+            acceptance=None if q is None else min(1.0, float(verified.probs[index, token] / q[index, token])),
             target_token=target_token,
             target_p=probability(row, target_token),
-            match_length=match_length,
-            origin="" if match_length is None else self._origin_of(last, index, token, match_length),
+            match_length=lengths[index] if lengths else None,
         )
-
-    def _acceptance(self, last: Round, index: int, token: int) -> float | None:
-        q = last.draft.probs
-        if q is None or not self._accepts_by_ratio:
-            return None
-        # q > 0, since the token was drawn from it.
-        return min(1.0, last.verified.probs[index, token].item() / q[index, token].item())
-
-    def _origin_of(self, last: Round, index: int, token: int, size: int) -> str:
-        if not size:
-            return "the seed"
-        # Storages do not record where an n-gram came from, so the possible sources are searched in turn.
-        before = last.context[: last.verified.start]
-        match = [*before, *last.draft.tokens[:index]][-size:]
-        if contains(self._prompt, [*match, token]):
-            return "the prompt"
-        if contains(before, [*match, token]):
-            return "the answer"
-        ends = range(max(self._origin, size), last.verified.start)
-        runners_up = last.evidence.runners_up
-        if runners_up and any(
-            before[end - size : end] == match and token in runners_up[end - self._origin] for end in ends
-        ):
-            return "the target's runners-up"
-        return "an earlier prompt"
 
 
 def probability(logits: Tensor, token: int) -> float:
@@ -154,9 +112,3 @@ def rank(logits: Tensor, token: int) -> int:
     """The rank of a token by raw logits (V,), from 1. Ties are broken by the lowest id."""
     above = (logits > logits[token]).sum() + (logits[:token] == logits[token]).sum()
     return 1 + int(above)
-
-
-def contains(text: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether these tokens occur consecutively in a text."""
-    size = len(part)
-    return any(text[index] == part[0] and text[index : index + size] == part for index in range(len(text) - size + 1))

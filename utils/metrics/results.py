@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from utils.decode.steps import FinishReason, Step
+from utils.decode.steps import FinishReason, Step, by_position
 from utils.metrics.draft_trace import DraftTrace, DraftTracer
 from utils.metrics.stopwatch import Clock, RoundTiming, Stopwatch
 
@@ -21,11 +21,8 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 def acceptance_of(steps: Iterable[Step]) -> float | None:
     """The acceptance rate: accepted drafts per draft, or None if nothing was drafted."""
     counts = [(step.accepted, len(step.drafted)) for step in steps]
-    return _ratio(sum(accepted for accepted, _ in counts), sum(drafted for _, drafted in counts))
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+    drafted = sum(drafted for _, drafted in counts)
+    return sum(accepted for accepted, _ in counts) / drafted if drafted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +43,6 @@ class Generation:
     @property
     def tokens(self) -> list[int]:
         return tokens_of(self.steps)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return _ratio(len(self.tokens), self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -75,29 +68,14 @@ class Generation:
         return sum(step.forwards for step in self.steps)
 
     @property
-    def tokens_per_target_forward(self) -> float | None:
-        return _ratio(len(self.tokens), self.target_forwards)
-
-    @property
-    def drafts_per_round(self) -> float | None:
-        return _ratio(self.drafted, len(self.steps))
-
-    @property
     def declined_rounds(self) -> int:
         """Rounds without drafts."""
         return sum(not step.drafted for step in self.steps)
 
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
-        """(accepted, verified) for each draft position. A draft is verified if all drafts before it were accepted."""
-        longest = max((len(step.drafted) for step in self.steps), default=0)
-        return [
-            (
-                sum(step.accepted > position for step in self.steps),
-                sum(len(step.drafted) > position and step.accepted >= position for step in self.steps),
-            )
-            for position in range(longest)
-        ]
+        """(accepted, verified) for each draft position."""
+        return by_position([(len(step.drafted), step.accepted) for step in self.steps])
 
 
 TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
@@ -108,8 +86,7 @@ class Comparison:
     """A run compared with its baseline's.
 
     `speedup` is a ratio of tokens per second, and `decode_speedup` excludes the first round. `first_difference` is a
-    0-based index, and `unit` is what it counts. `baseline` is the name of the other row, and `baseline_tokens` its
-    number of new tokens. Unknown figures are None.
+    0-based index, and `unit` is what it counts. `baseline` is the name of the other row. Unknown figures are None.
     """
 
     speedup: float | None = None
@@ -118,7 +95,6 @@ class Comparison:
     decode_speedup: float | None = None
     unit: str = TOKEN
     baseline: str | None = None
-    baseline_tokens: int | None = None
 
     @property
     def text(self) -> str:

@@ -29,10 +29,9 @@ from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
 from utils.models.dequantized import dequantized_model
-from utils.models.devices import Placement
 from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
-from utils.models.memory import MemoryPlan, plan_memory
+from utils.models.memory import MemoryPlan, Placement, plan_memory
 from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
 from utils.text import byte_size
@@ -76,7 +75,8 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
         model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
         check_complete(model, loading_info, source.name)
-        check_finite(model, source.name)
+        for part, weight in model.named_parameters():  # NaN would make every distribution NaN that reads it
+            check_tensor(weight.detach(), source.name, part)
         quantize_loaded(model, kind, source.name)
         GenerationRules.of(model)  # raises UserError for rules that are not valid
         check_runs(model, source.name, kind)
@@ -134,12 +134,6 @@ def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: s
         raise UserError(f"'{name}' has no output head ({missing[0]} is missing): use a text generation model.")
     if missing:
         raise UserError(f"'{name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch or copy it again.")
-
-
-def check_finite(model: torch.nn.Module, name: str) -> None:
-    """Reject NaN and infinite weights, which would make every distribution NaN at the first token that uses them."""
-    for part, weight in model.named_parameters():
-        check_tensor(weight.detach(), name, part)
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:

@@ -23,9 +23,8 @@ from utils.engine.stored_weights import fill_before_forward, placeholder, with_p
 from utils.errors import UserError
 from utils.files import file_state, has_changed
 from utils.models import Count
-from utils.models.devices import Placement
 from utils.models.gguf_blocks import CHANGED
-from utils.models.memory import plan_memory, weight_files
+from utils.models.memory import Placement, plan_memory, weight_files
 from utils.models.sources import Source, checkpoint_folder
 from utils.text import byte_size
 

@@ -158,7 +158,9 @@ def shared_reader(path: Path) -> Iterator[GGUFReader]:
 
 def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcessor:
     """Return what transformers does to the tensors of an architecture after it has unpacked them."""
-    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=_head_counts(model))
+    config, names = model.config.get_text_config(decoder=True), ("num_attention_heads", "num_key_value_heads")
+    counts = {name: getattr(config, name, None) for name in names}
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=counts)
 
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
@@ -169,11 +171,6 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     shifts = None if blocks.shifts is None else blocks.shifts.reshape(rows, -1)
     scales = blocks.scales.reshape(rows, -1)
     return BlockWeight(values, scales, shifts, values.shape[1] // scales.shape[1], blocks.bits, blocks.offset)
-
-
-def _head_counts(model: PreTrainedModel) -> dict[str, int | None]:
-    names = ("num_attention_heads", "num_key_value_heads")
-    return {name: getattr(model.config.get_text_config(decoder=True), name, None) for name in names}
 
 
 def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -> BlockWeight:

@@ -35,19 +35,11 @@ from utils.files import file_state, user_folder
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_tokenizer
-from utils.models.devices import Placement
 from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import check_tensor, empty_model, finish, layer_linears
-from utils.models.gguf_blocks import (
-    BlockIndex,
-    GgufBlocks,
-    Stored,
-    block_index,
-    shared_reader,
-    tensor_processor,
-)
+from utils.models.gguf_blocks import BlockIndex, GgufBlocks, Stored, block_index, shared_reader, tensor_processor
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.memory import check_free, plan_memory
+from utils.models.memory import Placement, check_free, plan_memory
 from utils.models.sources import Source
 from utils.text import byte_size
 

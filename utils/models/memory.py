@@ -1,4 +1,4 @@
-"""Check before loading whether a model will fit into memory, and count what its weights take afterwards.
+"""Where models are loaded and in which number format, whether they fit into memory, and what they take afterwards.
 
 Linux promises memory freely and then kills the program in the middle of a load. So the weights are counted first, and
 a model that does not fit is refused together with a smaller form that does.
@@ -18,11 +18,12 @@ from gguf import GGUFReader
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from utils.bounds import check_device
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
-from utils.models.devices import Placement
+from utils.models import Reporter
 from utils.models.sources import Source, checkpoint_folder
 from utils.text import byte_size
 
@@ -32,6 +33,51 @@ PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
 QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
 BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where models are loaded, in which number format, and who receives progress lines.
+
+    With `may_spread`, layers may be spread over all GPUs and the CPU if one GPU has not enough memory. `engine_weights`
+    is the format in which engines will compute the weights.
+    """
+
+    device: str
+    dtype: torch.dtype | str
+    report: Reporter
+    may_spread: bool = False
+    engine_weights: str = "float32"
+
+
+def choose_device(name: str) -> str:
+    """Return a device that exists. `auto` is CUDA, else MPS, else the CPU. Raises UserError for any other name."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    # torch would raise only at the first transfer, after minutes of loading.
+    check_device(name)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError("This machine has no mps device: omit the device, or use cpu.")
+    if name.startswith("cuda"):
+        _check_cuda(name)
+    return name
+
+
+def choose_dtype(name: str, device: str) -> torch.dtype | str:
+    """Return a torch dtype. `auto` is float32 on the CPU and "auto", the checkpoint's own format, elsewhere."""
+    # 16-bit products are emulated on CPUs without such instructions, and a verify pass does not get cheaper.
+    if name == "auto":
+        return torch.float32 if device == "cpu" else "auto"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _check_cuda(name: str) -> None:
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("This machine has no usable CUDA device: omit the device, or use cpu.")
+    if int(name.partition(":")[2] or 0) >= count:
+        raise UserError(f"{name} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
 
 
 def weight_counts(source: Source) -> dict[str, int]:

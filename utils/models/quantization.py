@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
 from utils.freed_memory import release_memory
+from utils.models.file_model import layer_linears
 from utils.models.sources import Source
 
 BITSANDBYTES = ("bnb-int8", "nf4")
@@ -112,11 +113,9 @@ def _silence_cast_warnings() -> None:
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers to quantize."""
-    head = model.get_output_embeddings()
     # The inputs of some T5 layers take the dtype of the layer's weight, so these layers must not be quantized.
     excluded = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-    return [name for name in linears if not excluded & set(name.split("."))]
+    return [name for name in layer_linears(model) if not excluded & set(name.split("."))]
 
 
 def _quantize_with_quanto(model: PreTrainedModel, kind: str, layers: list[str], name: str) -> None:

@@ -31,13 +31,13 @@ from utils.errors import UserError
 from utils.files import file_state
 from utils.models import Reporter
 from utils.models.checkpoints import load_model, load_tokenizer, optional_tokenizer, remote_code_notes
-from utils.models.devices import Placement, choose_device, choose_dtype
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
 from utils.models.gguf_blocks import UNPACKERS, GgufBlocks, shared_reader
 from utils.models.gguf_model import InBlocks, load_in_blocks
 from utils.models.load_errors import explained_errors, quiet
+from utils.models.memory import Placement, choose_device, choose_dtype
 from utils.models.quantization import check_quantization, stored_quantization
 from utils.models.sources import Source, locate
 from utils.pairs.pair import Compatibility, Pair, compare_models, describe_without_model, weight_notes
@@ -53,7 +53,7 @@ from utils.pairs.request import (
     check_shared,
     layer_count,
 )
-from utils.prompts.chat_template import end_ids, unknown_ids
+from utils.prompts.conversation import end_ids, unknown_ids
 from utils.text import first_of
 
 # In the target's files, so not in the table. Programs feed the target's state before or after its final norm.

@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.memory import stored_bytes
 from utils.pairs.request import PairRequest
-from utils.prompts.chat_template import has_chat_template, prompt_ids
+from utils.prompts.conversation import has_chat_template, prompt_ids
 from utils.text import byte_size
 
 MIN_SHARED = 0.99  # share of the target's tokens that must have the same id in the drafter's vocabulary

@@ -1,15 +1,25 @@
-"""Conversations: the prompts and answers of every strategy so far.
+"""Conversations: the prompts and answers of every strategy so far, and the token ids of a prompt that follows them.
 
-Each strategy continues its own answers, so that its third answer is the same as if it ran alone. Rendering is left to
-utils.prompts.chat_template, and the session decides when to keep a turn.
+Each strategy continues its own answers, so that its third answer is the same as if it ran alone. The ids of prompts,
+and those that end an answer, are read from the model and its chat template, never from a list of known models. The
+template yields ids directly: rendering text and tokenizing it again would double the first token of many models.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from utils.decode.model_info import vocabulary_size
 from utils.errors import ContextOverflow, UserError
-from utils.text import count_of
+from utils.models.load_errors import first_line
+from utils.text import encodable
 
+ANSWER = "ANSWERMARK"  # a sample answer; letters only, so that no template trims or escapes it
 Message = dict[str, str]  # role and content, as in chat templates and records
 
 
@@ -69,13 +79,144 @@ def diverging_turn(ours: Turns, theirs: Turns) -> int:
     return shared + 2
 
 
-def format_turns(count: int) -> str:
-    """A number of turns in words."""
-    return count_of(count, "turn")
-
-
 def with_reset_hint(error: Exception, turns: Turns) -> Exception:
     """The error itself. If earlier turns made a prompt too long, the message recommends /turns new."""
     if turns and isinstance(error, ContextOverflow):
         return UserError(f"{error} /turns new forgets the conversation.")
     return error
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end an answer: those of the generation config, the tokenizer and the chat template.
+
+    Raises UserError if the generation config has an end token that is not an id.
+    """
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    if invalid := [token for token in ids if token is not None and type(token) is not int]:
+        raise UserError(
+            f"The end token {str(invalid[0])[:40]!r} of '{model.name_or_path}' is not a token id: "
+            "correct its generation_config.json."
+        )
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id, _turn_end(tokenizer)] if token is not None)
+
+
+def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[str, ...]:
+    """A message for the user if the tokenizer has tokens without an embedding in the model."""
+    size = vocabulary_size(model)  # once, because reading a config takes long
+    beyond = sum(token >= size for token in tokenizer.get_vocab().values())
+    if not beyond:
+        return ()
+    return (f"{name}: {beyond:,} tokens of its tokenizer are unknown to the model; prompts with them are refused",)
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer can render a conversation."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    chat: bool,
+    system: str | None,
+    special: bool = False,
+    history: Sequence[Turn] = (),
+) -> list[int]:
+    """The token ids of a prompt.
+
+    With `chat`, `system` is the system prompt and `history` the earlier conversation. A `system` of None is the
+    template's default, and an empty text an empty one. Unless `special`, names of special tokens are ordinary text, so
+    that neither a user nor a model can end a turn by writing about end tokens.
+
+    Raises UserError if there are no ids, no chat template, or the template does not support a system prompt.
+    """
+    # Plain text also gets the tokens that the tokenizer adds, such as a first token.
+    messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
+    names = () if special else _names_in(tokenizer, messages)
+    if not chat:
+        ids = tokenizer(encodable(text), **({"split_special_tokens": True} if names else {}))["input_ids"]
+    elif names:
+        ids = _ids_with_names_as_text(tokenizer, messages, names)
+    else:
+        ids = _rendered(tokenizer, messages, return_dict=True)["input_ids"]
+    if not ids and chat:
+        raise UserError("The chat template of this model gives no text for this prompt: use /chat off.")
+    if not ids:
+        raise UserError("The prompt is empty: type at least one character.")
+    return list(ids)
+
+
+def _messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
+    """The whole conversation in the form that templates expect."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*opening, *to_messages(history), {"role": "user", "content": text}]
+    return [message | {"content": encodable(message["content"])} for message in messages]
+
+
+def _names_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, ...]:
+    """The names of special tokens in the messages, longest first."""
+    names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+    present = (name for name in names if name and any(name in message["content"] for message in messages))
+    return tuple(sorted(present, key=len, reverse=True))  # a regex takes the first alternative that matches
+
+
+def _ids_with_names_as_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], names: tuple[str, ...]
+) -> list[int]:
+    """Names pass through the template as placeholders and are tokenized separately from the text of the template."""
+    placeholder = "NAMEMARK"
+    while any(placeholder in message["content"] for message in messages):
+        placeholder += "X"
+    replaced: list[str] = []
+
+    def replace(name: re.Match[str]) -> str:
+        replaced.append(name[0])
+        # END separates the number from digits that follow the name.
+        return f"{placeholder}{len(replaced) - 1}END"
+
+    pattern = "|".join(map(re.escape, names))
+    masked = [message | {"content": re.sub(pattern, replace, message["content"])} for message in messages]
+    rendered: str = _rendered(tokenizer, masked, tokenize=False)
+    ids: list[int] = []
+    for index, piece in enumerate(re.split(f"{placeholder}([0-9]+)END", rendered)):
+        is_name = index % 2 == 1  # re.split alternates text and captured numbers
+        text = replaced[int(piece)] if is_name else piece
+        ids += tokenizer(text, add_special_tokens=False, split_special_tokens=is_name)["input_ids"]
+    return ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
+    """Apply the chat template to a conversation that ends with a prompt."""
+    if not has_chat_template(tokenizer):
+        raise UserError("This model has no chat template: use /chat off to send the prompt as plain text.")
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # templates are sandboxed code: after any error in one, plain text can still be sent
+        raise UserError(f"The chat template of this model {_refusal(messages).format(first_line(error))}") from error
+
+
+def _refusal(messages: list[Message]) -> str:
+    """The likely reason why a template fails on these messages, and the remedy."""
+    roles = [message["role"] for message in messages]
+    if "assistant" in roles:
+        return "cannot render the conversation ({}): start a new one with /turns new, or use /turns off."
+    if "system" in roles:
+        return "does not support a system prompt ({}): use /system default."
+    return "cannot render the prompt ({}): use /chat off."
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first special token that the chat template writes after an answer."""
+    if not has_chat_template(tokenizer):
+        return None
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # as above; the other end ids remain
+        return None
+    # The text after the answer is tokenized alone, because the answer's last token may merge with what follows.
+    tail = tokenizer(rendered.rpartition(ANSWER)[2], add_special_tokens=False)["input_ids"]
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return next((token for token in tail if token in special), None)

@@ -16,17 +16,15 @@ from utils.files import read_text
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt without one
-NO_PROMPT = '{}: a JSON line needs a "prompt" or "turns", for example {{"prompt": "Hello"}}.'
-BAD_PROMPT = '{}: "{}" must be a text that is not blank.'
-BAD_TURNS = '{}: "turns" must be a list of texts that are not blank, for example {{"turns": ["Hello", "And then?"]}}.'
+NO_PROMPT = (
+    '{}: a JSON line needs a "prompt", a text, or "turns", a list of texts that are not blank, for example '
+    '{{"prompt": "Hello"}}.'
+)
 NOT_FETCHED = (
     "{}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches the "
     "texts of SPEED-Bench."
 )
-PARQUET = (
-    "The prompts file {0} is a Parquet file. Convert it to JSON lines: python -c \"import pandas; pandas.read_parquet('"
-    "{1}').to_json('{2}', orient='records', lines=True)\""
-)
+PARQUET = "The prompts file {} is a Parquet file: convert it to JSON lines, for example with read_parquet of pandas."
 # Spec-Bench (Xia et al. 2024, hemingkx/Spec-Bench, data/spec_bench/question.jsonl) has question_id (a whole number),
 # category and turns. Its tables count the eight categories of MT-bench as one (evaluation/speed.py). SPEED-Bench
 # (arXiv 2604.09557, nvidia/SPEED-Bench) has question_id (a text), category, sub_category, turns, source, src_id,
@@ -49,21 +47,19 @@ Item = TypeVar("Item")
 class Prompt:
     """A prompt and its task.
 
-    `later` are the user's further messages, each of which follows the answer to the one before. `benchmark` is the
-    published benchmark whose format it has, or empty.
+    `later` are the user's further messages, each of which follows the answer to the one before.
     """
 
     text: str
     task: str = ALL_TASKS
     later: tuple[str, ...] = ()
-    benchmark: str = ""
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
-    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its tables.
+    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its published tables.
 
     A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
 
@@ -83,7 +79,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _prompts_of(path: Path) -> Iterator[Prompt]:
     if path.suffix.lower() == ".parquet":
-        raise UserError(PARQUET.format(path, path.name, path.with_suffix(".jsonl").name))
+        raise UserError(PARQUET.format(path))
     # Without the byte order mark, which would hide the brace of a first JSON line.
     lines = read_text(path, "The prompts file").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -99,20 +95,17 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise UserError(NO_PROMPT.format(where)) from error
     first, *later = _turns(entry, where)
-    benchmark = benchmark_of(entry)
-    return Prompt(first, task_of(_task(entry), benchmark, path), tuple(later), benchmark)
+    return Prompt(first, task_of(_task(entry), benchmark_of(entry), path), tuple(later))
 
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
     """The user's messages, at least one."""
-    if (name := next((name for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)) is None:
-        raise UserError(NO_PROMPT.format(where))
-    found = entry[name]
+    found = next((entry[name] for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)
     # Some copies of MT-bench have a list of turns in "prompt".
-    turns = found if isinstance(found, list) else [] if name == "turns" else [found]
+    turns = found if isinstance(found, list) else [found] * ("turns" not in entry)
     texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()]
     if not texts or len(texts) < len(turns):
-        raise UserError(BAD_TURNS.format(where) if name == "turns" else BAD_PROMPT.format(where, name))
+        raise UserError(NO_PROMPT.format(where))
     if any(text.startswith(PLACEHOLDER) for text in texts):
         raise UserError(NOT_FETCHED.format(where))
     return texts

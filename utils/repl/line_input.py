@@ -1,8 +1,8 @@
 """Reads lines: from an interactive prompt with history, completion and a toolbar, or from a pipe.
 
 Enter sends a line. Alt-Enter begins a new one, and so does Enter inside a block that starts with three quotation marks.
-Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR, and F1 explains the figures. A file keeps
-typed lines from one session to the next. While a line is processed, the terminal does not echo.
+Pasted text may have several lines. Ctrl-X Ctrl-E opens the text in $EDITOR. A file keeps typed lines from one session
+to the next. While a line is processed, the terminal does not echo.
 """
 
 import atexit
@@ -38,7 +38,6 @@ try:
 except ImportError:  # not on Windows
     termios = None  # type: ignore[assignment]
 
-EXPLAIN = "/explain"  # what F1 types
 PRIVATE_FOLDER = 0o700
 # Signals that end the program without running `finally` blocks. Windows lacks some of them.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
@@ -99,7 +98,7 @@ def is_open_block(typed: str) -> bool:
 
 
 def key_bindings() -> KeyBindings:
-    """Enter sends, except in an open block; Alt-Enter begins a new line; Tab completes; F1 explains the figures."""
+    """Enter sends, except in an open block; Alt-Enter begins a new line; Tab completes."""
     keys = KeyBindings()
 
     # With multiline=True prompt_toolkit's own binding of Enter would begin a new line.
@@ -123,13 +122,6 @@ def key_bindings() -> KeyBindings:
             buffer.apply_completion(state.completions[0])
         else:
             generate_completions(event)
-
-    @keys.add("f1")
-    def explain(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if not buffer.text:
-            buffer.insert_text(EXPLAIN)
-            buffer.validate_and_handle()
 
     return keys
 

@@ -7,19 +7,15 @@ LoadedPair beside the current one, so that the session is unchanged if anything 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from threading import Event, Thread
 
 import torch
 
 from utils.commands import Registry
-from utils.commands.shared.setting_commands import busy_notes
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.comparison.warm_up import warm_up, with_costs
-from utils.config.setting_table import listed_settings, reset_unsupported
-from utils.config.settings import Settings
+from utils.config.settings import Settings, listed_settings, reset_unsupported
 from utils.config.value_types import Limits
 from utils.engine.engine_choice import TYPICAL, Workload
 from utils.engine.stored_results import ResultFile
@@ -30,10 +26,11 @@ from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
-from utils.prompts.chat_template import has_chat_template
-from utils.prompts.conversation import format_turns
+from utils.prompts.conversation import has_chat_template
+from utils.repl.runner import BackgroundTask
 from utils.repl.status import limits_of, pair_names
 from utils.screen.renderer import Renderer
+from utils.text import count_of
 
 NO_TEMPLATE = "chat: off (this tokenizer has no chat template; prompts are sent without one)"
 TEMPLATE = "chat: on (this tokenizer has a chat template; without it: /chat off)"
@@ -43,16 +40,10 @@ STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
 STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
-POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
 class _Stopped(Exception):
     """The program is about to end."""
-
-
-def _raise_if_stopped(stopped: Callable[[], bool], text: str) -> None:
-    if stopped():
-        raise _Stopped
 
 
 class SessionSettings:
@@ -94,13 +85,12 @@ class SessionSettings:
             note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
         harness.state.storage = harness.new_storage(self.current)
 
-    def change(self, requested: Settings, reply: str) -> str:
-        """Use these settings. Returns the reply. Nothing is changed if it raises UserError."""
+    def change(self, requested: Settings) -> None:
+        """Use these settings. Nothing is changed if it raises UserError."""
         before = self.current
         self._apply(requested)
         if self.current != before:
             self._earlier.append(before)
-        return reply
 
     def undo(self) -> str:
         """Revert the last change. Returns the changed values. Raises UserError if there was no change."""
@@ -115,6 +105,7 @@ class SessionSettings:
 
     def retest_engine(self) -> str:
         """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
+        self._harness.state.settle_records()
         self._harness.start_engine(self.current, anew=True)
         self.current = self._with_costs(replace(self.current, costs=None))
         return f"engine: {self._harness.pair.engine.state.sentence()}"
@@ -148,10 +139,8 @@ class SessionSettings:
 
         Typed costs stay. `stopped` returns True to end early.
         """
-        engine = self._harness.pair.engine
-        if not engine.has_stored_costs or self._first_costs is None or self.current.costs != self._first_costs:
-            return
-        if engine.costs_are_stale():
+        engine, first = self._harness.pair.engine, self._first_costs
+        if engine.has_stored_costs and first is not None and self.current.costs == first and engine.costs_are_stale():
             self._measure_all(stopped)
 
     def _lacks_costs(self, settings: Settings) -> bool:
@@ -160,9 +149,14 @@ class SessionSettings:
     def _measure_all(self, stopped: Callable[[], bool]) -> None:
         engine = self._harness.pair.engine
         report = engine.report
+
+        def silent(text: str) -> None:  # while a user types
+            if stopped():
+                raise _Stopped
+
         try:
             with suppress(_Stopped):
-                engine.report = partial(_raise_if_stopped, stopped)  # show nothing while a user types
+                engine.report = silent
                 engine.measure()
                 self.current = self._with_costs(replace(self.current, costs=None))
                 engine.store()
@@ -178,17 +172,17 @@ class SessionSettings:
         elif settings.ngram_limit != before.ngram_limit:
             harness.state.storage.limit = settings.ngram_limit
         if (settings.engine, settings.threads) != (before.engine, before.threads):
+            harness.state.settle_records()
             harness.start_engine(settings)
             self._note(f"engine: {harness.pair.engine.state.sentence()}")
-            # Costs depend on the kernels and the threads.
-            settings = replace(settings, costs=None)
+            settings = replace(settings, costs=None)  # they depend on the kernels and the threads
         elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
             harness.pair.engine.measure()
             harness.pair.engine.store()
         self.current = self._with_costs(settings) if settings.costs is None else settings
         conversations = harness.state.conversations
         if before.turns and not settings.turns and conversations:
-            self._note(CONVERSATION_ENDED.format(format_turns(len(conversations))))
+            self._note(CONVERSATION_ENDED.format(count_of(len(conversations), "turn")))
             conversations.forget()
 
     def _with_costs(self, settings: Settings) -> Settings:
@@ -217,64 +211,6 @@ class SessionTools:
     results: ResultFile | None = None
 
 
-class BackgroundTask:
-    """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
-
-    While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
-
-    `work` receives a function that returns True if it should end early.
-    """
-
-    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        self._work = work
-        self._thread: Thread | None = None
-        self._stopped = Event()
-        self._error: BaseException | None = None
-        self.is_planned = False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a thread is working."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start the thread."""
-        # A daemon, so that a thread that hangs does not keep the program alive.
-        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the thread, if there is one. Raises the thread's error once."""
-        self._join()
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def finish(self) -> None:
-        """Wait for the thread, or do the planned work."""
-        self.wait()
-        if self.is_planned:
-            self._work(lambda: False)
-            self.is_planned = False  # after the work, so that interrupted work starts again
-
-    def stop(self) -> None:
-        """End the thread as soon as possible."""
-        self._stopped.set()
-        self._join()
-
-    def _join(self) -> None:
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(POLL)
-
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread may start with another number
-        try:
-            self._work(self._stopped.is_set)
-        except BaseException as error:
-            self._error = error
-
-
 def announcer(renderer: Renderer) -> Callable[[str], None]:
     """A function that shows messages of loading. A message that ends with "..." is replaced by the next one."""
 
@@ -291,12 +227,8 @@ def announcer(renderer: Renderer) -> Callable[[str], None]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """Everything that lives as long as the pair. Only `settings` changes.
+    """Everything that lives as long as the pair. Only `settings` changes."""
 
-    `pair` is None in a session without local models.
-    """
-
-    pair: Pair | None
     limits: Limits
     harness: Harness
     settings: SessionSettings
@@ -308,13 +240,16 @@ class LoadedPair:
     ) -> "LoadedPair":
         """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used.
 
-        `defers_costs` leaves the measurement of costs to `warming`.
+        `pair` is None in a session without local models. `defers_costs` leaves the measurement of costs to `warming`.
         """
         harness = Harness.of(pair, settings, tools.strategies)
         limits = Limits() if pair is None else limits_of(pair)
         if pair is not None:
             pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
-            pair.engine.workload = _workload(harness, settings)
+            # The workload of the target's engine: the enabled strategies that use the target.
+            enabled = harness.runnable(settings, enabled=True)
+            alone, drafted = sum(row.is_baseline for row in enabled), sum(row.drafts for row in enabled)
+            pair.engine.workload = Workload(alone, drafted) if alone + drafted else TYPICAL
         fitted = SessionSettings(harness, limits, settings, tools.renderer.note, defers_costs=defers_costs)
 
         def warmed(stopped: Callable[[], bool]) -> None:
@@ -323,28 +258,17 @@ class LoadedPair:
             if not stopped():
                 fitted.refresh_costs(stopped)
 
-        return cls(pair, limits, harness, fitted, BackgroundTask(warmed))
+        return cls(limits, harness, fitted, BackgroundTask(warmed))
 
     def introduce(self, note: Callable[[str], None]) -> None:
-        """Report what is loaded and which engine computes it."""
-        if self.pair is None:
-            return
-        engine = self.pair.engine
-        for line in (f"engine: {engine.state.sentence()}", *busy_notes(engine), *self.pair.notes):
+        """Report which engine computes the pair, and what its loading found."""
+        pair = self.harness.pair
+        for line in (f"engine: {pair.engine.state.sentence()}", *pair.notes):
             note(line)
 
     def warm_up(self) -> None:
         """Run every strategy once, so that no measured run includes a first use."""
-        assert self.pair is not None
         warm_up(self.harness, self.settings.current)
-
-
-def _workload(harness: Harness, settings: Settings) -> Workload:
-    """The workload of the target's engine: the enabled strategies that use the target."""
-    enabled = harness.runnable(settings, enabled=True)
-    alone = sum(strategy.is_baseline for strategy in enabled)
-    drafted = sum(strategy.drafts for strategy in enabled)
-    return Workload(alone, drafted) if alone + drafted else TYPICAL
 
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
@@ -355,7 +279,8 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     assert tools.load is not None
     renderer, threads = tools.renderer, torch.get_num_threads()
     note, announce = renderer.note, announcer(renderer)
-    before = current.settings.current
+    before, state = current.settings.current, current.harness.state
+    state.settle_records()
     try:
         # The old pair stays loaded until the new one is ready, so both must fit into memory at once.
         pair = tools.load(request, announce)
@@ -369,20 +294,14 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         loaded.warm_up()
     except BaseException:
         torch.set_num_threads(threads)  # the current engine was tested with this number of threads
-        note(f"Still loaded: {'no model' if current.pair is None else pair_names(current.pair)}.")
+        note(f"Still loaded: {pair_names(current.harness.loaded)}.")
         raise
-    # Last, because it describes the state of the old pair.
-    _note_losses(current, note)
-    loaded.harness.state.records = current.harness.state.records  # /export has the last result of any pair
-    loaded.harness.state.prompts.extend(current.harness.state.prompts)
-    loaded.harness.state.servers = current.harness.state.servers
-    return loaded
-
-
-def _note_losses(current: LoadedPair, note: Callable[[str], None]) -> None:
-    """Report what is lost with the current pair."""
-    state = current.harness.state
-    if state.storage and not current.settings.current.reset_in_between:
+    # Last, because these describe the state of the old pair.
+    if state.storage and not before.reset_in_between:
         note(STORAGE_LOST)
     if turns := len(state.conversations):
-        note(CONVERSATION_LOST.format(format_turns(turns)))
+        note(CONVERSATION_LOST.format(count_of(turns, "turn")))
+    own = loaded.harness.state
+    own.records, own.servers = state.records, state.servers  # /export has the last result of any pair
+    own.prompts.extend(state.prompts)
+    return loaded

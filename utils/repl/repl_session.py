@@ -6,8 +6,8 @@ this package load pairs, change settings, and run prompts and reports.
 
 from collections.abc import Callable, Sequence
 
-from utils.commands import CommandContext, Outcome
-from utils.commands.shared.outcomes import (
+from utils.commands import CommandContext
+from utils.commands.shared.registry import (
     Action,
     ChangeSettings,
     Effect,
@@ -15,7 +15,6 @@ from utils.commands.shared.outcomes import (
     RunLines,
     RunReport,
     ShowRows,
-    ShowTable,
     UsePair,
     UseServers,
     UseStorage,
@@ -25,11 +24,9 @@ from utils.config.settings import Settings
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.pairs.pair import Pair
-from utils.pairs.request import PairRequest
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
-from utils.repl.runner import PromptRunner, ReportRunner, ResultLog, Verdict, explain_error
+from utils.repl.runner import Runner, Verdict, explain_error
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
-from utils.screen.renderer import Renderer
 from utils.servers.address import ServerAddress
 from utils.text import quoted_text, unescape
 
@@ -71,21 +68,22 @@ class ReplSession:
 
         `seconds` is the duration of the start, for the first screen of an interactive session.
         """
-        renderer, loaded = self._renderer, self._loaded
+        renderer, pair, warming = self._renderer, self.harness.loaded, self._loaded.warming
         if not self._tools.interactive:
-            loaded.introduce(renderer.note)
-            loaded.warming.is_planned = loaded.pair is not None
+            if pair is not None:
+                self._loaded.introduce(renderer.note)
+                warming.is_planned = True
             return
-        servers = self.harness.state.servers.addresses
-        if loaded.pair is None:
-            for line in server_screen(servers, self.settings, renderer.width):
-                renderer.reply(line)
-            return
-        for line in first_screen(loaded.pair, self.settings, seconds, renderer.width):
+        if pair is None:
+            lines = server_screen(self.harness.state.servers.addresses, self.settings, renderer.width)
+        else:
+            lines = first_screen(pair, self.settings, seconds, renderer.width)
+        for line in lines:
             renderer.reply(line)
-        for line in loaded.pair.notes:
-            renderer.note(line)
-        loaded.warming.start()
+        if pair is not None:
+            for line in pair.notes:
+                renderer.note(line)
+            warming.start()
 
     def close(self) -> None:
         """End the work behind the prompt, and close the connections to servers."""
@@ -94,7 +92,7 @@ class ReplSession:
 
     def status(self) -> str:
         """The text of the toolbar."""
-        return status_line(self._loaded.pair, self.settings, self.harness.state)
+        return status_line(self.harness.loaded, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
         r"""Process a typed line: a command, a prompt (in which \n and \t are a newline and a tab), or nothing.
@@ -120,8 +118,10 @@ class ReplSession:
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
         try:
-            if not at_once:
-                self._wait_for_warm_up()
+            if not at_once:  # nothing else may use the models during a warm-up behind the prompt
+                if self._loaded.warming.is_running:
+                    self._renderer.progress(WARMING_UP)
+                self._loaded.warming.wait()
             return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
@@ -135,42 +135,38 @@ class ReplSession:
             self._renderer.end_progress()
         return Verdict.FAILED
 
-    def _wait_for_warm_up(self) -> None:
-        """Wait for a warm-up behind the prompt, because nothing else may use the models meanwhile."""
-        if self._loaded.warming.is_running:
-            self._renderer.progress(WARMING_UP)
-        self._loaded.warming.wait()
-
     def _run_command(self, line: str) -> Verdict:
-        registry = self._tools.registry
+        """Run a command and apply its effects in order. The verdict is that of the last effect."""
+        registry, verdict = self._tools.registry, Verdict.DONE
         context = CommandContext(
             self.settings,
             registry,
             self.harness,
             self._loaded.limits,
-            facts=lambda: model_facts(self._loaded.pair, self.settings, self.harness.state.servers.addresses),
+            facts=lambda: model_facts(self.harness.loaded, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             page=self._renderer.page,
         )
-        verdict = self._apply(registry.run(line, context))
+        for effect in registry.run(line, context):
+            verdict = self._apply(effect)
         self.succeeded = line if verdict is Verdict.DONE else ""
         return verdict
 
-    def _apply(self, outcome: Outcome) -> Verdict:
-        """Apply the effects in order. The verdict is that of the last effect."""
-        verdict = Verdict.DONE
-        for effect in outcome:
-            verdict = self._apply_effect(effect)
-        return verdict
-
-    def _apply_effect(self, effect: Effect) -> Verdict:
+    def _apply(self, effect: Effect) -> Verdict:
         renderer, settings = self._renderer, self._loaded.settings
-        if show_effect(effect, renderer):
-            return Verdict.DONE
         match effect:
+            case Reply(text):
+                renderer.reply(text)
+            case ShowRows(rows, ()):
+                renderer.rows(rows)
+            case ShowRows(rows, headings):
+                renderer.table(headings, rows)
+            case Action.CLEAR_SCREEN:
+                renderer.clear()
             case ChangeSettings(changed, reply):
-                if message := settings.change(changed, reply):
-                    renderer.reply(message)
+                settings.change(changed)
+                if reply:
+                    renderer.reply(reply)
             case Action.RETEST_ENGINE:
                 renderer.progress(STARTING_ENGINE.format(self.settings.engine))
                 renderer.reply(settings.retest_engine())
@@ -183,31 +179,34 @@ class ReplSession:
             case Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case UsePair(request):
-                self._load(request)
+                # If they cannot be loaded or prepared, the session stays as it is.
+                self._loaded = load_beside(request, self._loaded, self._tools)
+                release_memory()
             case RunLines(lines):
                 return self._run_lines(lines)
             case RunReport(report):
                 self._finish_warm_up()
                 try:
-                    return ReportRunner(self._loaded.pair, renderer, self._log()).run(report)
+                    return self._runner.report(report)
                 finally:
                     settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
             case Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
 
-    def _log(self) -> ResultLog:
-        return ResultLog(self.harness.state, self._tools.records)
+    @property
+    def _runner(self) -> Runner:
+        return Runner(self.harness, self._renderer, self._tools.records, echo=not self._tools.interactive)
 
     def _finish_warm_up(self) -> None:
         """Finish the warm-up before a measurement."""
-        self._renderer.progress(WARMING_UP) if self._loaded.warming.is_planned else None
+        if self._loaded.warming.is_planned:
+            self._renderer.progress(WARMING_UP)
         self._loaded.warming.finish()
 
     def _run_prompt(self, text: str) -> Verdict:
         self._finish_warm_up()
-        echo = not self._tools.interactive
-        return PromptRunner(self.harness, self._renderer, self._log(), echo).run(text, self.settings)
+        return self._runner.prompt(text, self.settings)
 
     def _run_lines(self, lines: Sequence[str]) -> Verdict:
         """Process lines as if they were typed, until one quits or is interrupted."""
@@ -225,24 +224,3 @@ class ReplSession:
         finally:
             self._nested_files -= 1
         return Verdict.FAILED if failed else Verdict.DONE
-
-    def _load(self, request: PairRequest) -> None:
-        """Use other models from now on. If they cannot be loaded or prepared, the session stays as it is."""
-        self._loaded = load_beside(request, self._loaded, self._tools)
-        release_memory()
-
-
-def show_effect(effect: Effect, renderer: Renderer) -> bool:
-    """Show the effect of a command if it only shows something. Returns whether it was shown."""
-    match effect:
-        case Reply(text):
-            renderer.reply(text)
-        case ShowRows(rows):
-            renderer.rows(rows)
-        case ShowTable(headings, rows):
-            renderer.table(headings, rows)
-        case Action.CLEAR_SCREEN:
-            renderer.clear()
-        case _:
-            return False
-    return True

@@ -1,13 +1,17 @@
-"""Runs prompts with the enabled strategies and the servers, and reports of commands; shows and stores the results.
+"""Runs prompts with the enabled strategies and the servers, reports of commands, and work behind the prompt.
 
-Results are kept even if a run fails or is interrupted. Decoding and drawing are left to other packages.
+Results are shown and stored, even if a run fails or is interrupted. Decoding and drawing are left to other packages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache, partial
+from threading import Event, Thread
 from traceback import clear_frames
 from typing import Any
+
+import torch
 
 from utils.comparison.harness import Harness
 from utils.comparison.records import RecordFile, detail_records, report_record, run_records
@@ -16,7 +20,6 @@ from utils.comparison.runs import Run
 from utils.comparison.session_state import (
     LastPrompt,
     PlannedRun,
-    SessionState,
     divergence_of,
     unlike_target,
 )
@@ -26,9 +29,7 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
 from utils.models import Count
-from utils.models.feature_drafter import FeatureDrafter
 from utils.models.load_errors import is_out_of_memory
-from utils.pairs.pair import Pair
 from utils.prompts.conversation import with_reset_hint
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, show_comparison, show_report
@@ -40,13 +41,9 @@ COMPARING = "{}: comparing its logits with target-only ..."
 COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
-# The hint that a drafter may be read in the wrong way: so many first drafts of rounds, and fewer than this fraction
-# accepted. A drafter whose first drafts are accepted with probability 0.3 meets it with probability 0.001, one with 0.2
-# with 0.02 (checked after each of 20 prompts). Not more drafts, because adaptive gamma soon drafts little.
-LEAST_DRAFTS, LOW = 20, 0.04
-LOW_ACCEPTANCE = "Only {} of {} first drafts were accepted so far: /pair doctor checks how the drafter should be read."
 NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
 FINISHED = "Stopped. Finished so far:"
+POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
 class Verdict(Enum):
@@ -72,31 +69,18 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultLog:
-    """Stores records: `state` keeps those of the last result for /export, and `file` appends all (--json)."""
+class Runner:
+    """Runs prompts with the enabled strategies and the servers, and reports. Their results are shown and stored.
 
-    state: SessionState
-    file: RecordFile | None
-
-    def add(self, records: list[dict[str, Any]]) -> None:
-        self.state.records = records
-        if self.file is not None:
-            self.file.append(records)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRunner:
-    """Runs prompts with the enabled strategies and the servers.
-
-    `echo` is True if the prompt must be shown, because it was not typed on this screen.
+    `records` is the file of --json. `echo` is True if a prompt must be shown, because it was not typed on this screen.
     """
 
     harness: Harness
     renderer: Renderer
-    log: ResultLog
+    records: RecordFile | None
     echo: bool
 
-    def run(self, text: str, settings: Settings) -> Verdict:
+    def prompt(self, text: str, settings: Settings) -> Verdict:
         """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
 
         Raises UserError for a prompt that the target cannot take.
@@ -110,17 +94,13 @@ class PromptRunner:
             self.harness.state.storage.reset()
             self.harness.state.caches.texts.clear()
         self.renderer.prompt(text, echo=self.echo)
-        run = self._run_turn if settings.keeps_conversation else self._run_and_compare
-        return run(text, planned, settings)
-
-    def _run_turn(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
         verdict = Verdict.FAILED  # unless the runs return a verdict, so an exception counts as failed
         try:
             verdict = self._run_and_compare(text, planned, settings)
         finally:
-            if verdict is Verdict.DONE:
+            if settings.keeps_conversation and verdict is Verdict.DONE:
                 self.harness.keep_turn()
-            else:
+            elif settings.keeps_conversation:
                 self.renderer.note(TURN_NOT_KEPT)
         return verdict
 
@@ -170,8 +150,6 @@ class PromptRunner:
         causes: dict[str, Divergence] = {}
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
-            if hint := low_acceptance_hint(last, self.harness.state):
-                self.renderer.note(hint)
         except KeyboardInterrupt:
             self.renderer.note(COMPARISON_STOPPED)
             raise
@@ -180,7 +158,7 @@ class PromptRunner:
             explain_error(self.renderer, error)
         finally:
             self.harness.state.causes = causes
-            self.log.add(run_records(last, causes, self.harness.loaded))
+            self._add(partial(run_records, last, causes, self.harness.loaded))
 
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
@@ -189,74 +167,45 @@ class PromptRunner:
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy.name, causes[strategy.name]
 
-
-def low_acceptance_hint(last: LastPrompt, state: SessionState) -> str:
-    """Count the loaded drafter's first drafts of the last prompt. Returns a hint once per pair if acceptance is low."""
-    if not last.is_local or not isinstance((pair := last.job.pair).drafter, FeatureDrafter):
-        return ""
-    hint = ""
-    for strategy, run, _ in last.local:
-        if strategy.drafts and strategy.drafter_label(pair) == pair.drafter_kind:
-            rounds = [step.accepted > 0 for step in run.steps if step.drafted]
-            drafted, accepted = state.first_drafts.get(strategy.name, (0, 0))
-            drafted, accepted = drafted + len(rounds), accepted + sum(rounds)
-            state.first_drafts[strategy.name] = drafted, accepted
-            hint = hint or (LOW_ACCEPTANCE.format(accepted, drafted) if is_low(drafted, accepted) else "")
-    if state.said_low_acceptance or not hint:
-        return ""
-    state.said_low_acceptance = True
-    return hint
-
-
-def is_low(drafted: int, accepted: int) -> bool:
-    """Whether so few first drafts were accepted that something is probably wrong."""
-    return drafted >= LEAST_DRAFTS and accepted < LOW * drafted
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRunner:
-    """Runs reports. `pair` has the loaded models for the record, or is None."""
-
-    pair: Pair | None
-    renderer: Renderer
-    log: ResultLog
-
-    def run(self, report: Report) -> Verdict:
+    def report(self, report: Report) -> Verdict:
         """Run a report. After Ctrl-C the findings so far are shown and recorded."""
         findings: list[Finding] = []
         finished = False
         try:
             for event in report.events:
-                self._receive(event, findings)
+                if isinstance(event, Finding):
+                    findings.append(event)
+                elif isinstance(event, Note):
+                    self.renderer.note(event.text)
+                else:
+                    show = self.renderer.count if isinstance(event.text, Count) else self.renderer.progress
+                    show(event.text)
             finished = True
         except KeyboardInterrupt:
             findings += _remaining_findings(report.events)
             self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
         finally:
             self.renderer.end_progress()
-            # Also after an error, which is raised again afterwards.
-            if findings:
+            if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
         return Verdict.DONE if finished else Verdict.INTERRUPTED
 
-    def _receive(self, event: ReportEvent, findings: list[Finding]) -> None:
-        if isinstance(event, Finding):
-            findings.append(event)
-        elif isinstance(event, Note):
-            self.renderer.note(event.text)
-        elif isinstance(event.text, Count):
-            self.renderer.count(event.text)
-        else:
-            self.renderer.progress(event.text)
-
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        other = None if self.pair is None else self.pair.engine.faster_baseline()
+        pair = self.harness.loaded
+        other = None if pair is None else pair.engine.faster_baseline()
         # Servers have their own baselines.
         own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
         lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
-        record = report_record(report, findings, lines, self.pair, finished=finished)
-        self.log.add([record, *detail_records(report)])
+        record = report_record(report, findings, lines, pair, finished=finished)
+        records = [record, *detail_records(report)]
+        self._add(lambda: records)
         show_report(self.renderer, report, findings, lines)
+
+    def _add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
+        """Store a result, whose records are made once: for the file, or when they are exported."""
+        self.harness.state.records = cache(records)
+        if self.records is not None:
+            self.records.append(self.harness.state.records())
 
 
 def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
@@ -271,3 +220,61 @@ def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
             event = next(events)
     except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
         return
+
+
+class BackgroundTask:
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
+
+    While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
+
+    `work` receives a function that returns True if it should end early.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        self._work = work
+        self._thread: Thread | None = None
+        self._stopped = Event()
+        self._error: BaseException | None = None
+        self.is_planned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread is working."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        # A daemon, so that a thread that hangs does not keep the program alive.
+        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread, if there is one. Raises the thread's error once."""
+        self._join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the thread, or do the planned work."""
+        self.wait()
+        if self.is_planned:
+            self._work(lambda: False)
+            self.is_planned = False  # after the work, so that interrupted work starts again
+
+    def stop(self) -> None:
+        """End the thread as soon as possible."""
+        self._stopped.set()
+        self._join()
+
+    def _join(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(POLL)
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error

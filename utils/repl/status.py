@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from utils.comparison.runs import row_name
 from utils.comparison.session_state import SessionState
-from utils.config.setting_table import listed_settings, setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, listed_settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.engine import EngineState
@@ -53,9 +52,9 @@ def model_facts(
     )
 
 
-def pair_names(pair: Pair) -> str:
+def pair_names(pair: Pair | None) -> str:
     """The names of target and drafter."""
-    return f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
+    return "no model" if pair is None else f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
 
 
 def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> str:
@@ -69,7 +68,7 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
     runs = [(run.name, run.tokens_per_second) for _, run, _ in state.last.compared] if state.last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
     parts = [
-        "no model" if pair is None else pair_names(pair),
+        pair_names(pair),
         count_of(servers, "server") if servers else "",
         *values,
         *changed_switches(settings),

@@ -7,20 +7,9 @@ IMPORTING = "importing torch and transformers ..."
 CLEAR_LINE = "\r\x1b[K"
 
 
-def show_importing() -> None:
-    """Show the line, if both streams are a terminal that can clear it."""
-    if _is_possible():
-        sys.stdout.write(IMPORTING)
-        sys.stdout.flush()
-
-
-def clear_importing() -> None:
-    """Remove the line."""
-    if _is_possible():
-        sys.stdout.write(CLEAR_LINE)
-        sys.stdout.flush()
-
-
-def _is_possible() -> bool:
+def show_importing(text: str = IMPORTING) -> None:
+    """Show a text, if both streams are a terminal whose line can be cleared."""
     streams = (sys.stdin, sys.stdout)
-    return all(stream is not None and stream.isatty() for stream in streams) and os.environ.get("TERM") != "dumb"
+    if all(stream is not None and stream.isatty() for stream in streams) and os.environ.get("TERM") != "dumb":
+        sys.stdout.write(text)
+        sys.stdout.flush()

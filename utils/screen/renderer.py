@@ -1,20 +1,22 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich lays out tables, termcolor colours streamed text; `utils.screen.writer` decides for both whether a stream has
-colours. Text of models and users is shown literally, without markup and control characters.
+rich lays out tables, termcolor colours streamed text; `open_console` decides for both whether a stream has colours.
+rich only computes texts: its buffer would keep interrupted output and print it a second time. Text of models and users
+is shown literally, without markup and control characters.
 """
 
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from io import StringIO
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from io import StringIO, TextIOWrapper
+from typing import Any, TextIO
 
 import psutil
-from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.cells import cell_len, set_cell_size
+from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 from termcolor import colored
@@ -26,11 +28,13 @@ from utils.decode.steps import Step
 from utils.metrics.draft_trace import DraftTrace
 from utils.metrics.stopwatch import RoundTiming
 from utils.screen.tables import comparison_table, list_table, report_table
-from utils.screen.wrapped_text import Mark, MarkedPiece
-from utils.screen.writer import ProgressLine, Writer, has_width, open_console
 from utils.text import byte_size, count_of, token_piece, visible
 
 STEP_SECONDS = 10.0
+UNLIMITED = 10_000  # columns of a file or a pipe
+MARGIN = 1  # columns right of a progress line: after the last one some terminals begin a new line
+MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
+CLEAR_LINE = "\r\x1b[K"
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 KEPT = 50_000  # pieces of text that are kept for the page
@@ -50,6 +54,17 @@ pre {{ font: 15px/1.4 "DejaVu Sans Mono", Menlo, Consolas, monospace; white-spac
 </html>
 """
 
+
+class Mark(Enum):
+    """The origin of a piece of text."""
+
+    TEXT = auto()  # chosen by the model that writes the text
+    ACCEPTED = auto()  # drafts that the target accepted
+    NAME = auto()  # of a strategy
+    NOTE = auto()  # other text of the program
+
+
+MarkedPiece = tuple[str, Mark]
 MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.TEXT: (None, []),
     Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not distinguish colours
@@ -71,6 +86,108 @@ LEGEND = (
     "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
     "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
 )
+
+
+class OutputError(BrokenPipeError):
+    """A stream cannot be written for a reason that the user should see, such as a full disk."""
+
+
+def put(console: Console, text: str) -> None:
+    """Write immediately. Raises OutputError if that fails, and BrokenPipeError if nobody reads any more."""
+    try:
+        console.file.write(text)
+        console.file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from error
+
+
+class ProgressLine:
+    """One line of a terminal that is overwritten, and cleared before other output."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._is_shown = False
+        self._next = 0.0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether lines can be overwritten here."""
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+    def show(self, text: str) -> None:
+        line, room = " ".join(text.split()), max(1, self._console.width - MARGIN)
+        if cell_len(line) > room:
+            line = set_cell_size(line, room)
+        self._is_shown = True
+        self._write(CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
+
+    def count(self, text: str) -> None:
+        """Like `show`, but skips a text that follows the one before it too soon."""
+        if self._clock() >= self._next:
+            self._next = self._clock() + MOST_OFTEN
+            self.show(text)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            self._is_shown, self._next = False, 0.0
+            self._write(CLEAR_LINE)
+
+    def _write(self, text: str) -> None:
+        put(self._console, text)
+
+
+class Writer:
+    """Writes to one stream, and adds the text to `kept`. With `wraps`, tables fit into the width of the console."""
+
+    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str], *, wraps: bool = True) -> None:
+        self.console, self._progress, self._kept = console, progress, kept
+        self.wraps = wraps or console.is_terminal
+
+    @property
+    def table_width(self) -> int:
+        """The maximum width of a table, in columns."""
+        return self.console.width if self.wraps else UNLIMITED
+
+    def write(self, text: str, *, kept: bool = True) -> None:
+        self._progress.clear()
+        put(self.console, text)
+        if kept:
+            self._kept.append(text)
+
+    def line(self, text: str, style: str = "") -> None:
+        """A line, wrapped between words on a terminal only."""
+        if self.console.is_terminal:
+            # A Text object, because rich would interpret square brackets of a plain string as markup.
+            self.draw(Text(text, style=style))
+        else:
+            self.write(text + "\n")
+
+    def draw(self, content: RenderableType, width: int | None = None) -> None:
+        """The layout of rich in at most `width` columns, without blanks at the ends of lines."""
+        lines = rendered(self.console, content, width).split("\n")
+        self.write("\n".join(line.rstrip(" ") for line in lines))
+
+    def crash(self) -> None:
+        """The traceback of the exception that is being handled."""
+        self._progress.clear()
+        self.console.print_exception()
+
+    def clear(self) -> None:
+        self._progress.clear()
+        self.console.clear()
+
+
+def rendered(console: Console, content: RenderableType, width: int | None = None) -> str:
+    """The text of a layout of rich, with the escape sequences that the console allows."""
+    options = console.options if width is None else console.options.update(width=width)
+    name = None if console.no_color else console.color_system
+    colours = None if name is None else COLOR_SYSTEMS[name]
+    return "".join(
+        segment.text if segment.style is None else segment.style.render(segment.text, color_system=colours)
+        for segment in console.render(content, options)
+    )
 
 
 class Renderer:
@@ -283,6 +400,30 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
 
 
+def open_console(stream: TextIO, *, plain: bool) -> Console:
+    """A console on a stream. It has colours on a terminal with colours, without NO_COLOR and `plain`."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
+    # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for termcolor, too.
+    probe = Console(file=stream)
+    colour = probe.color_system is not None and not probe.no_color and not plain
+    return Console(
+        file=stream,
+        no_color=not colour,
+        # None leaves it to rich whether the stream is a terminal, which also decides whether lines are wrapped.
+        force_terminal=True if colour else None,
+        color_system="auto" if colour else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def has_width() -> bool:
+    """Whether the user has set a width for output that is not a terminal."""
+    return os.environ.get("COLUMNS", "").isdigit()
+
+
 def legend(*, ascii_only: bool) -> str:
     """The meaning of signs and shapes."""
     return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
@@ -316,10 +457,10 @@ def round_timing(step: Step, timing: RoundTiming | None) -> str:
 
 
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
-    """Lines on the drafts of a round: why one was rejected, and the sources of n-grams and matches."""
+    """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
     lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
     matches = [trace for trace in traces if trace.match_length is not None]
-    hits = [f"{token_piece(tokenizer, trace.token)} from {_source(trace)}" for trace in matches]
+    hits = [f"{token_piece(tokenizer, trace.token)} ({trace.match_length or 'seed'})" for trace in matches]
     return [*lines, f"hits: {'; '.join(hits)}"] if hits else lines
 
 
@@ -337,7 +478,3 @@ def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
         f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
         f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
     )
-
-
-def _source(trace: DraftTrace) -> str:
-    return f"{trace.origin} ({trace.match_length})" if trace.match_length else trace.origin

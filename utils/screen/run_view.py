@@ -1,44 +1,48 @@
-"""Shows one run as it progresses, the comparison of finished runs, and the findings of a report."""
+"""Shows one run as it progresses, the comparison of finished runs, and the findings of a report.
 
-from collections.abc import Iterable, Sequence
+A character may need several tokens, and a line several words. So tokens become text first, which is wrapped between
+words as it grows; each piece keeps its mark, such as that of an accepted draft.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from utils.comparison.arms import Arm
 from utils.comparison.reports import Finding, Report
-from utils.comparison.runs import (
-    Run,
-    divergence_sentence,
-    relation,
-    start_of_context,
-    start_of_difference,
-)
+from utils.comparison.runs import Run, divergence_sentence, relation, start_of_context
 from utils.comparison.session_state import LastPrompt, own_conversations
 from utils.comparison.summary import ending, server_summary, summary
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.draft_trace import DraftTrace
+from utils.metrics.results import first_difference
 from utils.metrics.stopwatch import RoundTiming
-from utils.screen.renderer import Renderer
-from utils.screen.wrapped_text import Mark, MarkedPiece, MarkedStream, WrappedText, from_character, merged, plain_text
+from utils.screen.renderer import Mark, MarkedPiece, Renderer
 from utils.servers.kinds.completion import Piece
-from utils.text import count_of, visible
+from utils.text import TextStream, count_of, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
 READS_THE_SAME = ", but the text reads the same"
 
 
+@dataclass(slots=True)
 class PromptView:
     """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models.
+    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are
+    the finished runs whose texts are on the screen.
     """
 
-    def __init__(self, renderer: Renderer, tokenizer: Any, settings: Settings) -> None:
-        self.renderer, self.tokenizer, self.settings = renderer, tokenizer, settings
-        self.needs_legend = settings.debug == "full"
-        self.shown: list[Run] = []  # finished runs whose texts are on the screen
+    renderer: Renderer
+    tokenizer: Any
+    settings: Settings
+    shown: list[Run] = field(default_factory=list)
+    has_legend: bool = False
 
     def begin(self, arm: Arm) -> "RunView":
         """The view of the next run. Its title is shown if its lines follow now."""
@@ -72,8 +76,8 @@ class RunView:
         """Show what comes before the first step."""
         if self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
-        if self._shows_rounds and self._prompt.needs_legend:
-            self._prompt.needs_legend = False
+        if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
+            self._prompt.has_legend = True
             self._renderer.legend()
         self._count("waiting for the first token ..." if self._text is None else "reading the prompt ...")
 
@@ -151,8 +155,7 @@ class RunView:
         elif ours == theirs:
             self._write(self._named(sentence.removesuffix(":") + READS_THE_SAME))
         else:
-            start = start_of_difference(ours, theirs)
-            first = start_of_context(ours, start)
+            first = start_of_context(ours, first_difference(ours, theirs) or 0)
             shown = from_character(self._pieces, first)
             self._write([*self._named(f"{sentence} {'... ' if first else ''}"), *shown])
             if ended and ended != other_ended:
@@ -218,3 +221,102 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.result(line)
     if attachment := report.attachment(findings):
         renderer.data(attachment)
+
+
+def merged(pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
+    """The same text in as few pieces as possible."""
+    groups = groupby((piece for piece in pieces if piece[0]), key=itemgetter(1))
+    return [("".join(text for text, _ in group), mark) for mark, group in groups]
+
+
+def plain_text(pieces: Iterable[MarkedPiece]) -> str:
+    """The text without its marks."""
+    return "".join(text for text, _ in pieces)
+
+
+def from_character(pieces: Iterable[MarkedPiece], start: int) -> list[MarkedPiece]:
+    """The pieces of a text from this character on."""
+    rest = []
+    for text, mark in pieces:
+        rest.append((text[start:], mark))
+        start = max(0, start - len(text))
+    return merged(rest)
+
+
+class MarkedStream:
+    """The pieces that the steps of a run complete, safe to show. Together they are the text of its tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextStream(tokenizer)
+        self._mark = Mark.ACCEPTED  # unless a token of the held-back text was not accepted
+
+    def add(self, step: Step) -> list[MarkedPiece]:
+        """The text that a step completes. A character of several tokens counts as a draft only if all of them are
+        drafts.
+        """
+        pieces = []
+        for index, token in enumerate(step.tokens):
+            self._mark = self._mark if index < step.accepted else Mark.TEXT
+            if text := self._text.add((token,)):
+                pieces += self._piece(text)
+        return merged(pieces)
+
+    def end(self) -> list[MarkedPiece]:
+        """The rest of the text, incomplete characters included."""
+        return self._piece(rest) if (rest := self._text.end()) else []
+
+    def _piece(self, text: str) -> list[MarkedPiece]:
+        mark, self._mark = self._mark, Mark.ACCEPTED
+        return [(visible(text), mark)]
+
+
+class WrappedText:
+    """Growing text, wrapped at word boundaries: a word is held back until it is known to fit into the line.
+
+    `width` is the number of columns, and None does not wrap. `cells` returns the number of columns of a text. Wide
+    characters are usually written without spaces, so a line may end at any of them.
+    """
+
+    def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
+        self._width, self._cells = width, cells
+        self._column = 0
+        self._gap: list[MarkedPiece] = []
+        self._word: list[MarkedPiece] = []
+
+    def add(self, pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
+        """The text that can be shown now."""
+        if self._width is None:
+            return merged(pieces)
+        shown: list[MarkedPiece] = []
+        for text, mark in pieces:
+            for character in text:
+                self._add(character, mark, shown)
+        return merged(shown)
+
+    def _add(self, character: str, mark: Mark, shown: list[MarkedPiece]) -> None:
+        assert self._width is not None
+        if character == "\n":
+            shown += [*self.end(), (character, mark)]
+            self._column = 0
+        elif character in " \t":
+            shown += self.end() if self._word else []
+            self._gap.append((character, mark))
+        else:
+            # A wide character ends the word before it and is a word of its own.
+            wide = self._cells(character) > 1
+            shown += self.end() if wide and self._word else []
+            self._word.append((character, mark))
+            # A word as wide as the line is shown at once, because no other line could hold it.
+            shown += self.end() if wide or self._cells(plain_text(self._word)) >= self._width else []
+
+    def end(self) -> list[MarkedPiece]:
+        """The text that was held back."""
+        gap, word, self._gap, self._word = self._gap, self._word, [], []
+        word_size = self._cells(plain_text(word))
+        size = self._cells(plain_text(gap).expandtabs()) + word_size
+        # The gap is dropped where the line breaks.
+        if word and self._column and self._width is not None and self._column + size > self._width:
+            self._column = word_size
+            return merged([("\n", Mark.TEXT), *word])
+        self._column += size
+        return merged([*gap, *word])

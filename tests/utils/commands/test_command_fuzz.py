@@ -6,7 +6,7 @@ import pytest
 from fakes import open_session, screen, table_pair
 
 from utils.commands import default_registry
-from utils.config.setting_table import setting_fields
+from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.repl.runner import Verdict
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
-from utils.commands.shared.outcomes import ChangeSettings
+from utils.commands.shared.registry import ChangeSettings
 from utils.commands.shared.setting_commands import NO_EFFECT
 from utils.comparison.harness import Harness
-from utils.config.setting_table import as_json
-from utils.config.settings import Settings
+from utils.config.settings import Settings, as_json
 from utils.config.value_types import GREEDY, Limits, ProcessorSpec, StorageSpec
 from utils.errors import UserError
 from utils.repl.repl_session import ReplSession

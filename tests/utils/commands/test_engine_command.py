@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, screen, tiny_pair
 
-from utils.commands.shared.setting_commands import busy_notes, engine_notes, engine_rows
+from utils.commands.shared.setting_commands import engine_notes, engine_rows
 from utils.engine.engine_choice import EngineFigures
 from utils.engine.layer_engine import BIT_IDENTICAL
 from utils.repl.runner import Verdict
@@ -96,13 +96,3 @@ def test_an_engine_that_is_not_supported_is_listed_with_the_reason(view: Screen)
 def test_any_width_will_do(width: int) -> None:
     pair = tiny_pair()
     assert any("plain" in line for line in shown_lines(pair, width))
-
-
-def test_engines_that_were_compared_while_the_machine_was_busy_are_named(view: Screen) -> None:
-    pair = tiny_pair()
-    open_session(view, pair)
-    table_of(pair, plain=replace(PLAIN, step_seconds=0.119))
-    for now, busy in ((0.042, True), (0.1, False), (0.0, False)):
-        pair.engine.step_seconds = now
-        assert bool(busy_notes(pair.engine)) is busy
-        assert set(busy_notes(pair.engine)) <= set(engine_notes(pair.engine))

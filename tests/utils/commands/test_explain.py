@@ -8,10 +8,10 @@ import pytest
 from fakes import Screen, open_session, screen
 from paths import ROOT
 
-from utils.commands.explain import FIGURES
+from utils.commands.help import FIGURES
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.text import decode, token_piece, visible
+from utils.text import decode, visible
 
 README = ROOT / "README.md"
 
@@ -63,16 +63,3 @@ def test_texts_fit_on_a_narrow_screen() -> None:
     assert session.handle("/texts") is Verdict.DONE
     assert all(len(line.rstrip()) <= 60 for line in view.take()[0].splitlines())
     assert open_session(view).handle("/texts") is Verdict.FAILED
-
-
-def test_the_most_frequent_n_grams(ran: ReplSession, view: Screen) -> None:
-    assert ran.handle("/ngram list 5") is Verdict.DONE
-    rows, message = view.take()
-    storage, tokenizer = ran.harness.state.storage, ran.pair.tokenizer
-    entries = [(count, (*prefix, token)) for prefix, counts in storage.contexts() for token, count in counts.items()]
-    counts = sorted((count for count, _ in entries), reverse=True)
-    assert [int(row.split("x")[0]) for row in rows.splitlines()] == counts[:5] and f"{len(storage)} n-grams" in message
-    most_frequent = [ngram for count, ngram in entries if count == counts[0]]
-    pieces = [" ".join(token_piece(tokenizer, token) for token in ngram) for ngram in most_frequent]
-    assert any(words in rows.splitlines()[0] for words in pieces)
-    assert open_session(view).handle("/ngram list") is Verdict.FAILED and ran.handle("/ngram list 0") is Verdict.FAILED

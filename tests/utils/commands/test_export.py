@@ -11,6 +11,8 @@ import pytest
 from fakes import Screen, open_session, records_of, tiny_pair, with_speculative
 from recordings import interrupt_after
 
+from utils.comparison.harness import Harness
+from utils.engine import Engine
 from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
 
@@ -29,6 +31,20 @@ def test_records_are_those_of_the_records_file(session: ReplSession, tmp_path: P
     session.handle("/race 2")
     assert session.handle(f"/export {tmp_path / 'race.json'}") is Verdict.DONE
     assert records_of(tmp_path / "race.json") == records_of(tmp_path / "records.jsonl")[-1:]
+
+
+@pytest.mark.parametrize("line", ["/threads 1", "/engine test"])
+def test_records_that_are_exported_later_name_the_engine_of_the_runs(
+    line: str, view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, state = open_session(view), ["first"]
+    monkeypatch.setattr(Engine, "figures", lambda engine: {"kind": state[0]})
+    monkeypatch.setattr(Harness, "start_engine", lambda harness, settings, anew=False: state.append(state.pop() + "x"))
+    for typed in ("/length 2", "Hello", line, f"/export {tmp_path / 'runs.jsonl'}"):
+        assert session.handle(typed) is Verdict.DONE, view.take()
+    assert state == ["firstx"] and all(
+        row["engine"] == {"kind": "first"} for row in records_of(tmp_path / "runs.jsonl")
+    )
 
 
 def test_rows_become_a_table(session: ReplSession, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pai
 from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
-from utils.config.setting_table import setting_fields
+from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PAIRS, PairRequest, parse_request
 from utils.repl.loaded_pair import NO_TEMPLATE, TEMPLATE, LoadedPair

@@ -11,8 +11,8 @@ from fakes import Screen, open_session, records_of, table_pair, tiny_pair
 from recordings import before_each_run, interrupt_after
 from transformers import PreTrainedModel
 
-from utils.commands import sweep
-from utils.commands.experiments.race_runs import RaceItem, RaceResult
+from utils.commands import race
+from utils.commands.experiments.races import RaceItem, RaceResult
 from utils.comparison.runs import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
@@ -48,7 +48,7 @@ def test_speeds_of_a_paired_run() -> None:
     arms: list[Any] = [object(), object()]
     ours, item = replace(fast, name="ngram"), RaceItem(1, Prompt("x"), "all", Settings(), arms)
     paired, itself = RaceResult.of(item, 0, [(arms[0], (ours,)), (arms[1], (slow,))])
-    assert (paired.totals.tokens_per_second, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
+    assert (paired.speed, paired.speedup, fast.decode_tokens_per_second) == (3.6, 2.0, 4.0)
     assert paired.same and short.decode_tokens_per_second is None
     assert itself.speedup == 1.0 and itself.same
     (alone,) = RaceResult.of(item, 0, [(arms[0], (ours,))])
@@ -217,12 +217,12 @@ def test_invalid_input_names_the_allowed_values(view: Screen) -> None:
         ("/race 5x", "1 to 1000"),
         ("/race nosuch.jsonl", "nosuch.jsonl"),
         ("/race 3 nosuch.jsonl", "nosuch.jsonl"),
-        ("/sweep", sweep.EXAMPLES),
+        ("/sweep", race.EXAMPLES),
         ("/sweep target on off", "gamma, drafter_kind"),
-        ("/sweep gamma", sweep.EXAMPLES),
+        ("/sweep gamma", race.EXAMPLES),
         ("/sweep gamma 3 99", "0 to 63"),
         ("/sweep gamma 3 x0", "1 to 100"),
-        ("/sweep gamma x3", sweep.EXAMPLES),
+        ("/sweep gamma x3", race.EXAMPLES),
         ("/sweep temperature 9999", "0 to 100"),
     ):
         assert session.handle(line) is Verdict.FAILED and allowed in view.take()[1], line

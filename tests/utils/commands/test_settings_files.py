@@ -112,7 +112,7 @@ def test_the_text_of_a_setting_never_becomes_a_command(view: Screen, tmp_path: P
 )
 def test_texts_that_look_like_something_else_are_restored(view: Screen, tmp_path: Path, text: str) -> None:
     session, file = open_session(view), tmp_path / "file"
-    session._loaded.settings.change(replace(session.settings, system=text), "")  # as from a config file
+    session._loaded.settings.change(replace(session.settings, system=text))  # as from a config file
     for line in (f"/save {file}", "/system default", f"/run {file}"):
         assert session.handle(line) is Verdict.DONE
     assert session.settings.system == text
@@ -157,10 +157,10 @@ def test_any_settings_are_restored(tmp_path: Path, count: int) -> None:
     @hypothesis.settings(max_examples=count, deadline=None)
     @hypothesis.given(ALL_SETTINGS, ALL_SETTINGS)
     def restore(chosen: Settings, other: Settings) -> None:
-        settings.change(chosen, "")
+        settings.change(chosen)
         chosen = settings.current
         assert session.handle(f"/save {file} overwrite") is Verdict.DONE
-        settings.change(other, "")
+        settings.change(other)
         assert session.handle(f"/run {file}") is Verdict.DONE
         assert settings.current == chosen
 
@@ -181,7 +181,9 @@ def test_a_settings_file_is_one_change_and_one_line(view: Screen, tmp_path: Path
     assert session.handle("/undo") is Verdict.DONE and session.settings == before
     file.write_text(re.sub("/length .*", "/length 999999", file.read_text()) + "/ngram candidates 9\nHello\n")
     assert session.handle(f"/run {file}") is Verdict.FAILED, "the target does not support this length"
-    assert "999999" in view.take()[1]
+    assert "999999" in view.take()[1] and session.settings == before, "nothing is changed"
+    file.write_text(re.sub("/length .*", "/length 9", file.read_text()))
+    assert session.handle(f"/run {file}") is Verdict.DONE
     assert session.settings.gamma == 7 and session.settings.top_k_filler == 9 and session.harness.last().text == "Hello"
 
 

@@ -208,8 +208,8 @@ def test_pooled_rates_weigh_by_length() -> None:
     short = Generation((Step((1, 2), 1, 3),), 1.0, 0.5, FinishReason.LENGTH)
     long = Generation(tuple(Step((1,), 1, 3) for _ in range(9)), 3.0, 0.5, FinishReason.STOP)
     total = pooled([short, long])
-    assert (total.tokens_per_second, total.accepted, total.drafted) == (5.0, 10, 11)
-    assert total.tokens_per_target_forward == 2.0
+    assert (len(total.tokens), total.seconds, total.target_forwards) == (20, 4.0, 10)
+    assert (total.accepted, total.drafted) == (10, 11)
 
 
 def test_invalid_files_are_refused_before_anything_runs(view: Screen, tmp_path: Path) -> None:

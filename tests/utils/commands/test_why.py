@@ -9,7 +9,7 @@ import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.experiments.speed_model import bottleneck, draft_figures
-from utils.commands.why import TABLE
+from utils.commands.whatif import WHY_TABLE as TABLE
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation
 from utils.metrics.stopwatch import RoundTiming

@@ -88,7 +88,7 @@ def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> N
     for row, gamma, steps, timings in replay_gammas(fresh("model", settings), chosen, text):
         if gamma in (3, None):
             watch = Stopwatch()
-            job = fresh("model", replace(settings, gamma=gamma)).with_observers(watch)
+            job = replace(fresh("model", replace(settings, gamma=gamma)), stopwatch=watch)
             real = collect(row.steps(job), stopwatch=watch)
             assert drafted(timings) == drafted(real.timings) and rounds(steps) == rounds(real.steps), (row.name, gamma)
             withheld += sum(timing.drafts for timing in timings) - real.drafted

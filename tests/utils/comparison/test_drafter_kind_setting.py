@@ -8,7 +8,7 @@ from tiny import tiny_head
 
 from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.warm_up import draft_seconds
-from utils.config.setting_table import as_json
+from utils.config.settings import as_json
 from utils.config.value_types import COST_TABLE_EXAMPLE
 from utils.metrics.costs import Costs
 from utils.repl.runner import Verdict

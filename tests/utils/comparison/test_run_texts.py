@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_runs import local_run
 
-from utils.comparison.runs import Run, relation, start_of_context, start_of_difference
+from utils.comparison.runs import Run, relation, start_of_context
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Generation
+from utils.metrics.results import Generation, first_difference
 
 ROWS = {row.name: row for row in STRATEGIES}
 
@@ -48,9 +48,8 @@ def test_the_targets_text_comes_before_the_first_one() -> None:
 
 
 @given(st.text("ab \n", max_size=60), st.text("ab \n", max_size=60))
-def test_the_difference_is_where_the_texts_part(ours: str, theirs: str) -> None:
-    start = start_of_difference(ours, theirs)
-    assert ours[:start] == theirs[:start] and (ours[start : start + 1] != theirs[start : start + 1] or ours == theirs)
+def test_the_context_of_a_difference_is_before_it_on_its_line(ours: str, theirs: str) -> None:
+    start = first_difference(ours, theirs) or 0
     context = start_of_context(ours, start)
     assert context <= start and "\n" not in ours[context:start]
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import comb
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from drafter_checkpoints import VOCABULARY, eagle3_tensors, layer_keys, speculators_config, write_checkpoint
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 from trained_drafter import PROMPT, RIGHT, trained
 
-from utils.comparison.session_state import SessionState
-from utils.decode.steps import Step
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import is_ambiguous
 from utils.engine.stored_results import ResultFile
 from utils.pairs import doctor
 from utils.pairs.doctor import INTERRUPTED, READINGS
-from utils.repl.runner import is_low, low_acceptance_hint
 
 pytestmark = pytest.mark.usefixtures("readings_compared_once")
 WRONG = replace(RIGHT, feature_layers=(3, 5, 6))
@@ -122,30 +117,3 @@ def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):
     drafters = [load(target, drafter=str(folder)).drafter for folder in (clear, unclear)]
     assert [drafter.is_ambiguous for drafter in drafters] == [False, True]
     assert drafters[1].feature_layers == (2, 3, 4)
-
-
-def runs(pair: Any, drafted: int, accepted: int) -> Any:
-    steps = [Step((5,), int(index < accepted), 7) for index in range(drafted)] + [Step((), 0, 7)]
-    strategy = SimpleNamespace(name="speculative", drafts=True, drafter_label=lambda pair: "head")
-    local = [(strategy, SimpleNamespace(steps=steps), None)]
-    return SimpleNamespace(is_local=True, job=SimpleNamespace(pair=pair), local=local)
-
-
-def test_low_acceptance_is_pointed_out_once(pair):
-    state = SessionState(None)  # type: ignore[arg-type]  # the storage is not used
-    pair.drafter_kind = "head"
-    assert low_acceptance_hint(runs(pair, 15, 1), state) == ""
-    assert low_acceptance_hint(runs(pair, 10, 0), state) == ""
-    assert "1 of 35" in low_acceptance_hint(runs(pair, 10, 0), state), "prompts of one pair count together"
-    assert low_acceptance_hint(runs(pair, 60, 0), state) == ""
-    pair.drafter = torch.nn.Linear(1, 1)
-    assert low_acceptance_hint(runs(pair, 60, 0), SessionState(None)) == ""  # type: ignore[arg-type]
-
-
-def test_the_rule_of_low_acceptance():
-    assert is_low(20, 0) and not is_low(19, 0) and not is_low(25, 1) and is_low(26, 1) and not is_low(50, 2)
-    for accepted_at, bound in ((0.3, 0.0015), (0.2, 0.023)):
-        for drafted in range(20, 300):
-            low = [count for count in range(drafted) if is_low(drafted, count)]
-            chance = sum(comb(drafted, k) * accepted_at**k * (1 - accepted_at) ** (drafted - k) for k in low)
-            assert chance < bound, (drafted, chance)

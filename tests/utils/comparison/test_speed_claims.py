@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from simulations import FEWER
 
-from utils.commands.experiments.race_results import best_of_each, race_conclusion
-from utils.commands.sweep import conclusion as sweep_conclusion
+from utils.commands.experiments.races import best_of_each, race_conclusion
+from utils.commands.race import conclusion as sweep_conclusion
 from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
 from utils.metrics import intervals
 

@@ -7,7 +7,7 @@ import pytest
 
 import infer
 from utils.config.arguments import config_file, parse_arguments, read_config
-from utils.config.setting_table import as_json
+from utils.config.settings import as_json
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.pairs.request import request_from_flags

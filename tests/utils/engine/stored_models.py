@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from utils.engine.stored_weights import in_files
 from utils.models.checkpoints import load_model
-from utils.models.devices import Placement
+from utils.models.memory import Placement
 from utils.models.sources import Source
 
 

@@ -21,7 +21,7 @@ def test_figures_of_known_steps() -> None:
     run = Generation(STEPS, 2.0, 0.5, FinishReason.STOP)
     assert run.tokens == [1, 2, 3, 4, 5, 8, 9, 12, 13, 14]
     assert (run.drafted, run.accepted, run.acceptance_rate) == (10, 6, 0.6)
-    assert (run.tokens_per_second, run.target_forwards, run.tokens_per_target_forward) == (5.0, 5, 2.0)
+    assert (run.target_forwards, run.decode_tokens_per_second) == (5, 4.0)
     assert run.declined_rounds == 1
     assert run.accepted_by_position == [(3, 4), (2, 3), (1, 1)]
     assert [step.is_bonus for step in STEPS] == [True, False, True, False, False]
@@ -29,7 +29,7 @@ def test_figures_of_known_steps() -> None:
 
 def test_rates_without_a_denominator_are_none() -> None:
     run = Generation((), 0.0, None, FinishReason.LENGTH)
-    assert run.tokens_per_second is run.acceptance_rate is run.tokens_per_target_forward is None
+    assert run.decode_tokens_per_second is run.acceptance_rate is None
     assert run.accepted_by_position == []
 
 

@@ -41,7 +41,7 @@ def test_the_real_model_in_a_fresh_cache(real: Path, monkeypatch: pytest.MonkeyP
     import torch
     from shelf import load
 
-    from utils.prompts.chat_template import prompt_ids
+    from utils.prompts.conversation import prompt_ids
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(real.parent.parent))
     pair = load("embedded", "head")

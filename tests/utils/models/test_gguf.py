@@ -18,7 +18,7 @@ from utils.artifact_cache import MANIFEST
 from utils.errors import UserError
 from utils.models import gguf_model
 from utils.models.checkpoints import load_model, load_tokenizer
-from utils.models.devices import Placement
+from utils.models.memory import Placement
 from utils.models.sources import locate
 
 SILENT = Placement("cpu", torch.float32, lambda line: None)

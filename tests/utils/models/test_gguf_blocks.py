@@ -10,8 +10,8 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from utils.models.checkpoints import load_model
-from utils.models.devices import Placement
 from utils.models.gguf_blocks import UNPACKERS, BlockIndex, GgufBlocks, Stored, shared_reader, unpacked
+from utils.models.memory import Placement
 from utils.models.sources import locate
 
 GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}

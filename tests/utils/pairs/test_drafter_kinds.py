@@ -110,7 +110,7 @@ def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]
         pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
     word = "loaded" if word in ("model", "head") else word
     settings = Settings(length=16, gamma=3, verify=verify)
-    job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word).with_observers(None, tracer)
+    job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word, tracer=tracer)
     kind = NGRAM if word == "ngram" else drafter_kind(word)
     built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
     drafter = Recorded(built.drafter)

@@ -9,7 +9,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from utils.errors import UserError
-from utils.prompts.chat_template import end_ids, has_chat_template, prompt_ids
+from utils.prompts.conversation import end_ids, has_chat_template, prompt_ids
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

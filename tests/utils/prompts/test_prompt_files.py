@@ -35,12 +35,12 @@ def file_of(folder: Path, *rows: Any, name: str = "prompts.jsonl") -> Path:
 def test_spec_bench_counts_the_categories_of_mt_bench_as_one(tmp_path: Path) -> None:
     rows = [SPEC, SPEC | {"category": "math"}, {"question_id": 9, "category": "math_reasoning", "turns": ["1 + 1?"]}]
     first, second, third = read_prompts(file_of(tmp_path, *rows))
-    assert first == Prompt("Write a post.", "mt_bench", ("Start each sentence with A.",), "Spec-Bench")
-    assert (second.task, third) == ("mt_bench", Prompt("1 + 1?", "math_reasoning", (), "Spec-Bench"))
+    assert first == Prompt("Write a post.", "mt_bench", ("Start each sentence with A.",))
+    assert (second.task, third) == ("mt_bench", Prompt("1 + 1?", "math_reasoning"))
 
 
 def test_speed_bench_has_its_own_categories(tmp_path: Path) -> None:
-    expected = Prompt("Solve x + 1 = 2.", "math", ("And x + 2 = 2?",), "SPEED-Bench")
+    expected = Prompt("Solve x + 1 = 2.", "math", ("And x + 2 = 2?",))
     short = {name: SPEED[name] for name in ("question_id", "category", "turns")}
     numbered = SPEED | {"question_id": 4}
     assert list(read_prompts(file_of(tmp_path, SPEED, short, numbered))) == [expected] * 3
@@ -129,7 +129,7 @@ def test_a_damaged_line_is_named_in_one_sentence(tmp_path: Path, row: Any, probl
 
 
 def test_a_parquet_file_is_refused_with_the_conversion(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"pandas.read_parquet\('test.parquet'\).to_json\('test.jsonl'"):
+    with pytest.raises(UserError, match="Parquet.*read_parquet"):
         list(read_prompts(tmp_path / "test.parquet"))
 
 

@@ -15,11 +15,11 @@ from utils import screen
 from utils.comparison import warm_up
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
+from utils.decode.model_session import ModelSession
 from utils.engine import EngineState
 from utils.repl import loaded_pair
-from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.runner import BackgroundTask, Verdict
 from utils.repl.status import EXAMPLE, first_screen
 
 
@@ -114,7 +114,7 @@ def test_the_end_of_the_session_ends_the_warm_up(view: Screen) -> None:
 
 def test_a_warm_up_that_is_stopped_begins_no_further_run(view: Screen) -> None:
     session = open_session(view)
-    with mock.patch.object(warm_up, "collect") as begun:
+    with mock.patch.object(ModelSession, "feed_rows") as begun:
         warm_up.warm_up(session.harness, session.settings, lambda: True)
     assert not begun.called
 
@@ -175,6 +175,6 @@ def test_the_line_during_the_imports_is_for_terminals_only(
         monkeypatch.setattr(f"sys.{name}", stream)
     monkeypatch.setenv("TERM", term)
     screen.show_importing()
-    screen.clear_importing()
+    screen.show_importing(screen.CLEAR_LINE)
     shown = terminal and term != "dumb"
     assert streams[1].getvalue() == (screen.IMPORTING + screen.CLEAR_LINE if shown else "")

@@ -18,7 +18,7 @@ from utils.comparison.job import Job
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
 from utils.repl.loaded_pair import CONVERSATION_ENDED, CONVERSATION_LOST
 from utils.repl.runner import TURN_NOT_KEPT, Verdict
 

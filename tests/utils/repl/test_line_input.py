@@ -77,10 +77,6 @@ def test_keys_are_not_echoed_while_a_line_is_processed(monkeypatch: pytest.Monke
     assert echo[0]
 
 
-def test_f1_explains_the_figures_on_an_empty_line() -> None:
-    assert typed("\x1bOPword\x1bOPs\r\x04") == ["/explain", "words"]
-
-
 def test_no_room_is_kept_for_a_menu_before_a_slash_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """/help has 18 lines and the toolbar three, so a terminal of 24 lines has none to spare."""
     made: list[PromptSession[str]] = []

@@ -10,9 +10,10 @@ from paths import ROOT
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
-from utils.prompts.chat_template import prompt_ids
+from utils.prompts.conversation import prompt_ids
+from utils.repl.repl_session import ReplSession
 from utils.repl.runner import Verdict
-from utils.screen.wrapped_text import Mark
+from utils.screen.renderer import Mark
 
 FIELDS = {
     "schema",
@@ -298,7 +299,7 @@ ONE = r"\b1 (tokens|layers|positions|rounds|drafters|n-grams|runs|prompts|texts|
 def test_one_is_singular(view: Screen, tmp_path: Path) -> None:
     session = open_session(view)
     (tmp_path / "one.jsonl").write_text('{"prompt": "Hello"}\n')
-    lines = ("/length 1", "/threads 1", "Hello", "/texts", "/explain text", "/audit 1", "/ngram list 1", "/race 1")
+    lines = ("/length 1", "/threads 1", "Hello", "/texts", "/explain text", "/audit 1", "/race 1")
     sampling = ("/processor multinomial 1", "/lossless 1", f"/race 1 {tmp_path / 'one.jsonl'}", "/whatif", "/why")
     for line in (*lines, *sampling, "Hello there " * 200):
         session.handle(line)
@@ -306,14 +307,24 @@ def test_one_is_singular(view: Screen, tmp_path: Path) -> None:
         assert not re.search(ONE, shown), (line, re.search(ONE, shown))
 
 
-def test_a_prompt_without_servers_enters_no_file_of_theirs(view: Screen) -> None:
-    session, entered = open_session(view), set[str]()
-    session.handle("/length 2")
-    sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename))
+def entered(session: ReplSession, line: str) -> set[str]:
+    """The files of the program with a function that a line calls."""
+    names = set[str]()
+    sys.setprofile(lambda frame, event, argument: names.add(frame.f_code.co_filename))
     try:
-        session.handle("Hello")
+        session.handle(line)
     finally:
         sys.setprofile(None)
-    files = {Path(name).relative_to(ROOT).as_posix() for name in entered if name.startswith(f"{ROOT}/")}
-    source = {name for name in files if name.startswith(("utils/", "sampling/", "ngram_assisted/"))}
-    assert source and not [name for name in source if "servers" in name] and len(source) <= 54, sorted(source)
+    files = {Path(name).relative_to(ROOT).as_posix() for name in names if name.startswith(f"{ROOT}/")}
+    return {name for name in files if name.startswith(("utils/", "sampling/", "ngram_assisted/"))}
+
+
+def test_a_prompt_and_a_setting_enter_few_files(view: Screen) -> None:
+    session = open_session(view)
+    session.handle("/length 2")
+    source = entered(session, "Hello")
+    assert source and not [name for name in source if "servers" in name] and len(source) <= 42, sorted(source)
+    assert 0 < len(entered(session, "/gamma 3")) <= 12
+    for line in ("/speculative off", "/ngram off"):
+        session.handle(line)
+    assert 0 < len(entered(session, "Hello")) <= 35, "the target alone"

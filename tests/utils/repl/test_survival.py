@@ -13,7 +13,8 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl import runner
 from utils.repl.runner import OUT_OF_MEMORY, Verdict
-from utils.screen.wrapped_text import MarkedPiece, plain_text
+from utils.screen.renderer import MarkedPiece
+from utils.screen.run_view import plain_text
 
 
 def interrupting(job: Job) -> Iterator[Step]:

@@ -10,15 +10,8 @@ from rich.cells import cell_len
 from tiny import tiny_tokenizer
 
 from utils.decode.steps import Step
-from utils.screen.wrapped_text import (
-    Mark,
-    MarkedPiece,
-    MarkedStream,
-    WrappedText,
-    from_character,
-    merged,
-    plain_text,
-)
+from utils.screen.renderer import Mark, MarkedPiece
+from utils.screen.run_view import MarkedStream, WrappedText, from_character, merged, plain_text
 from utils.text import decode, visible
 
 TOKENIZER = tiny_tokenizer()

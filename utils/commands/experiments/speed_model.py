@@ -165,7 +165,7 @@ def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float
         "accepted": run.accepted,
         "acceptance_rate": run.acceptance_rate,
         "rounds": len(run.steps),
-        "drafts_per_round": run.drafts_per_round or 0.0,
+        "drafts_per_round": run.drafted / len(run.steps) if run.steps else 0.0,
         "declined_rounds": run.declined_rounds,
         "accepted_by_position": [list(position) for position in run.accepted_by_position],
     }

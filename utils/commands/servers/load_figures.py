@@ -9,7 +9,7 @@ from math import ceil, isfinite
 from statistics import fmean
 from typing import Any
 
-from utils.commands.experiments.race_results import OTHER_REASON
+from utils.commands.experiments.races import OTHER_REASON
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
 from utils.comparison.reports import Finding, ReportTable
 from utils.comparison.speed_claims import (

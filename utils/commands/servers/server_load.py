@@ -14,7 +14,7 @@ from math import ceil, inf
 from random import Random
 
 from utils.bounds import RealRange, WholeRange
-from utils.commands.experiments.race_runs import rotated, then_findings
+from utils.commands.experiments.races import rotated, then_findings
 from utils.commands.servers.load_figures import (
     LatencyLimits,
     Load,
@@ -25,9 +25,7 @@ from utils.commands.servers.load_figures import (
     load_table,
     load_tables,
 )
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import CommandContext
+from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
 from utils.comparison.reports import Note, Progress, Report, ReportEvent

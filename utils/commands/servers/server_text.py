@@ -10,9 +10,7 @@ from functools import partial
 
 from utils.bounds import WholeRange
 from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.outcomes import Outcome, RunReport
-from utils.commands.shared.paths import path_in
-from utils.commands.shared.registry import CommandContext
+from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason

@@ -1,11 +1,13 @@
 """Tables of results as rows of columns: a heading, what a cell shows, and when a narrow screen drops it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.comparison.reports import Finding
+from utils.commands.shared.registry import RunReport
+from utils.comparison.reports import Finding, Report, ReportEvent
 from utils.comparison.speed_claims import STAR
+from utils.config.settings import Settings
 
 Row = Mapping[str, Any]  # the figures of a finding
 NOTHING = "-"  # a cell without a value
@@ -55,15 +57,29 @@ class ResultTable:
         """A row with its cells."""
         return Finding(tuple(column.shown(figures) for column in self._columns), figures)
 
+    def report(
+        self,
+        name: str,
+        prompt: str,
+        settings: Settings,
+        events: Iterator[ReportEvent],
+        *,
+        conclude: Callable[[Sequence[Finding]], list[str]],
+        **options: Any,
+    ) -> RunReport:
+        """The report with this table of findings. The `options` are further fields of Report."""
+        report = Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
+        return RunReport(report)
+
 
 def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The figures of findings."""
     return [finding.figures for finding in findings]
 
 
-def by_strategy(findings: Sequence[Finding]) -> dict[str, list[dict[str, Any]]]:
-    """The figures of findings, grouped by strategy."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in figures_of(findings):
-        rows.setdefault(row["strategy"], []).append(row)
-    return rows
+def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    """The rows by one of their figures."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups

@@ -1,26 +1,103 @@
-"""The registry of slash commands: it finds a command by its name, runs it and lists commands for /help.
+"""What every command is made of: the command, what it may read, what it requests from the session, and the registry.
 
-A command is a function of its argument and a CommandContext. It returns an Outcome (see `outcomes`) or
-raises a UserError with one sentence.
+A command is a function of its argument and a CommandContext. It prints and changes nothing: it returns an Outcome, and
+`utils.repl.repl_session` applies its effects in order, or it raises a UserError with one sentence. Every command that
+writes follows one convention: `/save FILE` refuses a file that exists, and `/save FILE overwrite` replaces it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum, auto
+from pathlib import Path
 
-from utils.commands.shared.outcomes import Outcome
+from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
+from utils.comparison.reports import Report
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
-from utils.pairs.request import PAIRS, PairSpec
+from utils.models.sources import parse_path
+from utils.pairs.request import PAIRS, PairRequest, PairSpec
+from utils.servers.address import ServerAddress
 from utils.text import QUOTES
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Show a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowRows:
+    """Show rows under headings, or without headings a list, the cells of whose first column are bold."""
+
+    rows: Sequence[tuple[str, ...]]
+    headings: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSettings:
+    """Use these settings from now on, and then show the reply. /undo reverts the change."""
+
+    settings: Settings
+    reply: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UseStorage:
+    """Use another n-gram storage from now on."""
+
+    storage: NGramStorage
+
+
+@dataclass(frozen=True, slots=True)
+class UseServers:
+    """Send every prompt to these servers from now on."""
+
+    addresses: Sequence[ServerAddress]
+
+
+@dataclass(frozen=True, slots=True)
+class UsePair:
+    """Load other models and use them from now on."""
+
+    request: PairRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RunLines:
+    """Process these lines as if they were typed, one after the other."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Run the models for a report, show it and record it."""
+
+    report: Report
+
+
+class Action(Enum):
+    """An effect without values."""
+
+    RETEST_ENGINE = auto()  # run the engine's self-test and all its measurements again
+    UNDO_SETTINGS = auto()  # revert the last change of settings
+    FORGET_CONVERSATIONS = auto()  # begin new conversations with the next prompt
+    CLEAR_SCREEN = auto()
+    QUIT = auto()  # end the session
+
+
+Effect = Reply | ShowRows | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
+Outcome = Sequence[Effect]
+
 
 # Headings of /help, in this order.
 GROUPS = ("does it help?", "strategies", "drafting", "decoding", "prompts", "models", "results", "checks", "session")
-FIRST_PAGE = 16  # maximum number of commands that /help shows; it must fit into 24 lines
-SECOND_PAGE = 32  # maximum number of further commands that /help all shows
 # Names that no list shows, and the words that they stand for.
 ALIASES = {
     "exit": "quit",
@@ -49,26 +126,14 @@ class CommandContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """What /help NAME shows.
-
-    `text` describes the command in a few sentences. `example` has a line to type and its output. `syntax` has a row for
-    each form, if the usage does not cover them. `see_also` lists commands and figures.
-    """
-
-    text: str
-    example: tuple[str, ...]
-    syntax: tuple[str, ...] = ()
-    see_also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
     """One slash command.
 
     `name` has no slash. `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `group` is
     one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
-    `current` returns the current value of a setting.
+
+    /help NAME shows `about`, a few sentences; `example`, a line to type and its output; `syntax`, a row for each form,
+    if the usage does not cover them; `see_also`, commands and figures; and `current`, the value of a setting.
 
     `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
     beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
@@ -81,7 +146,10 @@ class Command:
     run: Callable[[str, CommandContext], Outcome]
     group: str
     rank: int = 0
-    page: Page = Page("", ())
+    about: str = ""
+    example: tuple[str, ...] = ()
+    syntax: tuple[str, ...] = ()
+    see_also: tuple[str, ...] = ()
     current: Callable[[Settings], str] = lambda settings: ""
     words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -104,13 +172,8 @@ def _parts(line: str) -> tuple[str, str, str]:
     match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
     assert match is not None
     name, separator, argument = match.groups()
-    name, _, words = _resolved(name).partition(" ")
+    name, _, words = ALIASES.get(name.lower(), name.lower()).partition(" ")
     return name, separator, f"{words} {argument}" if words else argument
-
-
-def _resolved(name: str) -> str:
-    """The name of a command and the first words of its argument. The case of `name` does not matter."""
-    return ALIASES.get(name.lower(), name.lower())
 
 
 class Registry:
@@ -168,6 +231,21 @@ class Registry:
         names = [*(command.name for command in self.visible()), *ALIASES]
         near = [known for known in names if len(name) > 1 and known.startswith(name)]
         near = near or get_close_matches(name, names, n=1, cutoff=0.5)
-        if not near:
-            return "/help lists the commands"
-        return f"the nearest is /{_resolved(near[0])}"
+        return f"the nearest is /{ALIASES.get(near[0], near[0])}" if near else "/help lists the commands"
+
+
+OVERWRITE = "overwrite"  # the word after a file name that permits replacing the file
+
+
+def path_in(argument: str, example: str) -> Path:
+    """The path in an argument. Raises UserError for an empty argument."""
+    if not argument:
+        raise UserError(f"give a file, for example: {example}")
+    return parse_path(argument)
+
+
+def output_in(argument: str, example: str) -> tuple[Path, bool]:
+    """The file in `FILE` or `FILE overwrite`, the argument of a writing command, and whether it may be replaced."""
+    name, _, last = argument.rpartition(" ")
+    overwrite = last == OVERWRITE and bool(name.strip())
+    return path_in(name.strip() if overwrite else argument, example), overwrite

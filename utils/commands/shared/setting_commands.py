@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from utils.commands.shared.outcomes import Action, ChangeSettings, Outcome, Reply, ShowTable
-from utils.commands.shared.registry import Command, CommandContext, Page
-from utils.config.setting_table import SAMPLING_PARTS, Setting, setting_fields
-from utils.config.settings import Settings
+from utils.commands.shared.registry import Action, ChangeSettings, Command, CommandContext, Outcome, Reply, ShowRows
+from utils.config.settings import SAMPLING_PARTS, Setting, Settings, setting_fields
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
 from utils.text import byte_size
@@ -25,11 +23,6 @@ LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
     "memory: what an engine needs for the weights; bits: whether a verify pass has those of decode steps. *: in use. "
     "~: estimated from a few layers."
-)
-MUCH_FASTER = 1.5  # if decode steps are this many times faster now, the choice of engine or threads may be outdated
-BUSY = (
-    "The engines were compared while this machine was busy (a decode step took {:.0f} ms, now {:.0f}): /engine test "
-    "compares them again."
 )
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
@@ -52,7 +45,10 @@ def setting_command(row: Setting) -> Command:
         partial(set_or_show, row),
         group=row.group,
         rank=row.rank,
-        page=Page(row.text, _example(row), tuple(_syntax(row)), row.see_also),
+        about=row.text,
+        example=_example(row),
+        syntax=tuple(_syntax(row)),
+        see_also=row.see_also,
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
@@ -61,8 +57,8 @@ def setting_command(row: Setting) -> Command:
 
 def _example(row: Setting) -> tuple[str, ...]:
     """The typed line and its output, which is the value itself unless the row defines it."""
-    value, *shown = row.example or ("",)
-    return (f"> /{row.name} {value}".rstrip(), *(shown or [f"{row.name}: {value}"]))
+    value, *shown = row.example or ("on" if row.default is False else "off",)
+    return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
 
 
 def _syntax(row: Setting) -> Iterator[str]:
@@ -100,7 +96,7 @@ def _shown(row: Setting, context: CommandContext) -> Outcome:
     if row.name != "engine":
         return [reply]
     engine = context.harness.pair.engine
-    return [reply, ShowTable(HEADINGS, engine_rows(engine)), *map(Reply, engine_notes(engine))]
+    return [reply, ShowRows(engine_rows(engine), HEADINGS), *map(Reply, engine_notes(engine))]
 
 
 def _processor(row: Setting, settings: Settings) -> str:
@@ -133,17 +129,8 @@ def engine_notes(engine: Engine) -> Iterator[str]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
-    yield from busy_notes(engine)
     if other := engine.faster_baseline():
         yield ELSEWHERE.format(other.factor, other.name)
-
-
-def busy_notes(engine: Engine) -> tuple[str, ...]:
-    """A sentence if the machine was much slower during the comparison of the engines than it is now."""
-    row, now = engine.table.get(engine.state.kind, EngineFigures()), engine.step_seconds
-    if not now or row.step_seconds < MUCH_FASTER * now:
-        return ()
-    return (BUSY.format(1000 * row.step_seconds, 1000 * now),)
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.race_results import race_rows, speedups_by_prompt
-from utils.commands.experiments.race_runs import ArmRace, RaceItem, RaceResult
+from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_rows, speedups_by_prompt
 from utils.comparison.arms import Arm, complete
 from utils.comparison.reports import Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import speedup_interval
+from utils.metrics.stopwatch import Clock
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 
@@ -94,15 +93,10 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
     return PromptPlan(source, measured, tuning, divided, len(others) - len(measured))
 
 
-class VerdictClock:
-    """Measures the seconds since its creation."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
+def started_clock() -> Clock:
+    """A clock that counts the seconds since now."""
+    began = time.monotonic()
+    return lambda: time.monotonic() - began
 
 
 def run_seconds(prompts: int) -> float:
@@ -132,7 +126,7 @@ class Measurement:
     race: ArmRace
     label: str
     divided: bool
-    clock: VerdictClock
+    clock: Clock
     dropped: set[int] = field(default_factory=set)
 
     @property
@@ -180,11 +174,11 @@ class Measurement:
 
         Raises UserError if nothing can be measured.
         """
-        began, ended = self.clock.seconds, False
+        began, ended = self.clock(), False
         for passed in range(MOST_PASSES):
             for place, item in enumerate(self.running):
                 # A slow machine ends the first pass early, after one prompt of each task.
-                if not passed and len(self.speedups) >= ENOUGH_PROMPTS and self.clock.seconds > LONGEST_SECONDS:
+                if not passed and len(self.speedups) >= ENOUGH_PROMPTS and self.clock() > LONGEST_SECONDS:
                     return
                 yield Progress(self._progress(passed, place, began))
                 yield from self._measure(item, passed)
@@ -199,7 +193,7 @@ class Measurement:
 
     def _is_enough(self, passes: int, began: float) -> bool:
         """Whether the measurement can end after this many passes, the first of which began at `began`."""
-        interval, seconds = speedup_interval(self.speedups, these_prompts=self.is_repeated), self.clock.seconds
+        interval, seconds = speedup_interval(self.speedups, these_prompts=self.is_repeated), self.clock()
         if seconds + (seconds - began) / passes > TOTAL_SECONDS:
             return True
         # An answer needs MIN_VALUES speed-ups, however narrow an interval of fewer is.
@@ -227,7 +221,7 @@ class Measurement:
             shown = len(self.pairs) >= PROVISIONAL and interval.is_bounded
             bounds = f" (95 % interval {interval.low:.2f} to {interval.high:.2f})" if shown else ""
             parts.append(f"{interval.estimate:.2f}x so far{bounds}")
-            left = max(0.0, TOTAL_SECONDS - (self.clock.seconds - began))
+            left = max(0.0, TOTAL_SECONDS - (self.clock() - began))
             parts += [f"about {left:.0f} s left"] if left else []
         where = f"prompt {place + 1} of {prompts}{f', pass {passed + 1}' if passed else ''}"
         return " · ".join([*parts, f"{self.label}, {where if prompts > 1 else f'repeat {passed + 1}'}"])

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.experiments.race_results import race_row
-from utils.commands.experiments.race_runs import (
+from utils.commands.experiments.races import (
     ONLY_FIRST_TURNS,
     ArmRace,
     RaceItem,
     check_prompt,
+    race_row,
     rotated,
     server_arms,
 )
@@ -25,9 +25,9 @@ from utils.commands.verdicts.measurement import (
     Measurement,
     PromptPlan,
     Row,
-    VerdictClock,
     run_length,
     run_seconds,
+    started_clock,
 )
 from utils.commands.verdicts.wording import helps
 from utils.comparison.arms import Arm, complete
@@ -38,10 +38,10 @@ from utils.comparison.runs import PREFIX, Run
 from utils.comparison.speed_claims import SLOWER, server_notes
 from utils.comparison.strategies import Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
-from utils.config.setting_table import setting_fields
-from utils.config.settings import Settings
+from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.results import Generation
+from utils.metrics.stopwatch import Clock
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -122,11 +122,11 @@ def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings,
     return ArmRace(harness, [RaceItem(number, one, one.task, settings, arms) for number, one in prompts.items()])
 
 
-def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, until: float) -> Iterator[Progress]:
+def trials(races: Sequence[ArmRace], names: Sequence[str], clock: Clock, until: float) -> Iterator[Progress]:
     """Run the candidate of each race on the tuning prompts, in turns. No round of runs begins after `until`."""
     prompts = len(races[0].items)
     for turn in range(prompts):
-        if clock.seconds > until:
+        if clock() > until:
             return
         for index in rotated(range(len(races)), turn):
             yield Progress(f"choosing a candidate: {names[index]} on tuning prompt {turn + 1} of {prompts} ...")
@@ -136,7 +136,7 @@ def trials(races: Sequence[ArmRace], names: Sequence[str], clock: VerdictClock, 
 def merit(race: ArmRace) -> float:
     """The speed-up of a candidate on the tuning prompts, its speed without a baseline, or 0 without an answer."""
     own = [one for one in race.results if one.arm is race.items[0].arms[-1]]
-    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.totals.tokens_per_second)]
+    known = [value for one in own if (value := one.speedup if one.item.arms[1:] else one.speed)]
     return geometric_mean(known) if known else 0.0
 
 
@@ -152,7 +152,7 @@ class DrafterSelection:
 
     harness: Harness
     settings: Settings
-    clock: VerdictClock = field(default_factory=VerdictClock)
+    clock: Clock = field(default_factory=started_clock)
     prompts: Sequence[Prompt] = ()
     length: int = 0
     step: float = 0.0
@@ -177,7 +177,7 @@ class DrafterSelection:
             self.skipped.append(ONLY_FIRST_TURNS)
         yield Progress("warming up the target and every drafter ...")
         self._warm_up()
-        self.began = self.clock.seconds
+        self.began = self.clock()
         yield from self._replay_all()
         best = best_of_each(self.candidates, self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
@@ -224,7 +224,7 @@ class DrafterSelection:
     @property
     def _seconds(self) -> float:
         """Seconds since the end of the warm-up."""
-        return self.clock.seconds - self.began
+        return self.clock() - self.began
 
     def _name(self, candidate: VerdictCandidate) -> str:
         return kind_name(candidate.strategy, self.harness.pair)
@@ -369,7 +369,7 @@ class ServerSelection:
 
     harness: Harness
     settings: Settings
-    clock: VerdictClock = field(default_factory=VerdictClock)
+    clock: Clock = field(default_factory=started_clock)
     races: list[ArmRace] = field(default_factory=list)
 
     def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
@@ -381,7 +381,7 @@ class ServerSelection:
             prompts = dict(enumerate(plan.tuning, start=1))
             self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
             names = [pair[-1].name for pair in pairs]
-            yield from trials(self.races, names, self.clock, self.clock.seconds + SELECTION_SECONDS)
+            yield from trials(self.races, names, self.clock, self.clock() + SELECTION_SECONDS)
         best = pairs[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
         race = race_of(self.harness, dict(enumerate(plan.measured, start=1)), settings, best)
         return Measurement(race, best[-1].name, plan.divided, self.clock)

@@ -2,10 +2,10 @@
 the screen.
 """
 
-from utils.commands.experiments.race_results import other_reasons, spread, texts, with_bounds
+from utils.commands.experiments.races import other_reasons, spread, texts, with_bounds
 from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, rough, star
+from utils.comparison.speed_claims import FASTER, SLOWER, TOO_FEW, baseline_name, claim_text, no_difference, rough, star
 from utils.text import byte_size
 
 SMALL_GAIN = 1.03  # smaller speed-ups are not worth a recommendation
@@ -73,13 +73,8 @@ def answer(row: Row) -> str:
         return f"{'Use' if row['divided'] else f'On {these}, use'} {name}: {ratio}, {same}."
     if verdict == FASTER:
         return f"Speculative decoding hardly helps {here}: {name} is {ratio}, {same}."
-    low, high = row["interval"]
-    # An interval that excludes 1 would otherwise seem to contradict the answer.
-    why = "" if low <= 1 <= high else ", because too many of its repeats are on the other side of 1"
-    return (
-        f"Speculative decoding makes no measurable difference {here}: "
-        f"{name} is {ratio}, not distinguishable from no difference{why}; {same}."
-    )
+    found = f"{name} is {ratio}, {no_difference(row)}; {same}."
+    return f"Speculative decoding makes no measurable difference {here}: {found}"
 
 
 def helps(row: Row) -> bool:

@@ -6,7 +6,6 @@ server's own usage figures, never by chunks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import chain
 from typing import Any
 
@@ -14,6 +13,7 @@ from utils.decode.steps import FinishReason
 
 Event = Mapping[str, Any]  # the JSON object of one stream chunk
 Counters = Mapping[str, float]  # a server's own figures at one moment, by name
+IDS, USAGE, UNCOUNTED = "token ids", "usage", "unknown"  # how tokens are counted
 MAX_COUNT = 2**31 - 1  # of tokens of any kind
 MAX_DRAFT = 1024  # drafts of a pass, which may be counted after the end of an answer
 
@@ -48,14 +48,6 @@ class ServerRequest:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, Chat)
-
-
-class CountedBy(StrEnum):
-    """How tokens were counted."""
-
-    IDS = "token ids"
-    USAGE = "usage"
-    NOTHING = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +117,8 @@ class ServerCompletion:
         return self.usage_tokens if ids is None else len(ids)
 
     @property
-    def counted_by(self) -> CountedBy:
-        if self.token_ids is not None:
-            return CountedBy.IDS
-        return CountedBy.NOTHING if self.usage_tokens is None else CountedBy.USAGE
+    def counted_by(self) -> str:
+        return UNCOUNTED if self.token_count is None else USAGE if self.token_ids is None else IDS
 
     @property
     def first_seconds(self) -> float | None:

@@ -18,14 +18,7 @@ from utils.servers.kinds.completion import (
     ServerCompletion,
     ServerRequest,
 )
-from utils.servers.kinds.server_kind import (
-    ODD_FIGURES,
-    ServerKind,
-    ServerReader,
-    growth,
-    tokenized,
-    with_positions,
-)
+from utils.servers.kinds.server_kind import ODD_FIGURES, ServerKind, ServerReader, growth, tokenized, with_positions
 
 GENERATED = "tokens_predicted"
 LARGEST_SEED = 2**32 - 1  # a random seed

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from utils.decode.steps import by_position
 from utils.servers.kinds.completion import MAX_DRAFT, Chat, Counters, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import (
     ACCEPTED,
@@ -79,17 +80,10 @@ def _from_answer(completion: ServerCompletion, own: dict[str, Any]) -> ServerAcc
         return None
     note = ""
     if steps := list(zip(own.get("per_step_drafted") or (), own.get("per_step_accepted") or (), strict=True)):
-        by_position = tuple(
-            (
-                sum(step_accepted > position for _, step_accepted in steps),
-                sum(step_drafted > position and step_accepted >= position for step_drafted, step_accepted in steps),
-            )
-            for position in range(min(max(step_drafted for step_drafted, _ in steps), MAX_DRAFT))
-        )
+        pairs = tuple(by_position([(min(count, MAX_DRAFT), step_accepted) for count, step_accepted in steps]))
     else:
-        counts = accepted_from_histogram(own["acceptance_histogram"])
-        by_position, note = positions(drafted, counts, passes)
-    return _acceptance(completion, (drafted, accepted, passes), by_position, note)
+        pairs, note = positions(drafted, accepted_from_histogram(own["acceptance_histogram"]), passes)
+    return _acceptance(completion, (drafted, accepted, passes), pairs, note)
 
 
 def _from_counters(completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:

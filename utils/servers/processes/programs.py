@@ -14,15 +14,7 @@ from pathlib import Path
 from utils.bounds import WholeRange
 from utils.errors import UserError
 from utils.pairs.request import MODEL
-from utils.servers.processes.flags import (
-    KINDS,
-    LLAMA,
-    LOOKUP,
-    MATCHES,
-    VLLM,
-    Speculation,
-    draft_flags,
-)
+from utils.servers.processes.flags import KINDS, LLAMA, LOOKUP, MATCHES, VLLM, Speculation, draft_flags
 
 NGRAM = "ngram"  # drafts from n-grams of the text itself
 EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
