@@ -252,72 +252,88 @@ def attention_function(size: int) -> int:
     KEYS_AT_ONCE, so that the bits of a query do not depend on the others.
     """
     module = ir.Module("attention")
-    updates = [_Update(module, size, streams=streams).write() for streams in (True, False)]  # of the first query
-    code, (pointer, item) = new_function(module, "attend", [POINTER, INT])
-    totals, scores = code.alloca(FLOAT, 2 * QUERIES_AT_ONCE), code.alloca(FLOAT, KEYS_AT_ONCE)
-    own = read_words(code, pointer, ATTENTION)
-    group, part = code.udiv(item, own["parts"]), code.urem(item, own["parts"])
-    first = code.udiv(code.mul(part, own["queries"]), own["parts"])
-    last = code.udiv(code.mul(code.add(part, INT(1)), own["queries"]), own["parts"])
-    count, one = code.sub(last, first), INT(1)
+    _Attention(module, size).write()
+    return compiled(module)("attend")
 
-    def row_of(index: ir.Value) -> ir.Value:
-        return code.udiv(code.add(first, index), own["repeats"])
 
-    def out_of(index: ir.Value) -> ir.Value:
-        query = code.add(first, index)
-        head = code.add(code.urem(query, own["repeats"]), code.mul(group, own["repeats"]))
-        place = code.add(code.mul(code.udiv(query, own["repeats"]), own["heads"]), head)
-        return code.at(own["out"], code.mul(place, INT(size)))
+class _Attention:
+    """attend(arguments, item). Queries are numbered within the item's part."""
 
-    def keys_of(index: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def __init__(self, module: ir.Module, size: int) -> None:
+        # The first query of a part asks memory for what the others read as well.
+        self._updates = [_Update(module, size, streams=streams).write() for streams in (True, False)]
+        self._code, (pointer, item) = new_function(module, "attend", [POINTER, INT])
+        self._size, code = size, self._code
+        self._totals, self._scores = code.alloca(FLOAT, 2 * QUERIES_AT_ONCE), code.alloca(FLOAT, KEYS_AT_ONCE)
+        self._own = own = read_words(code, pointer, ATTENTION)
+        self._group, part = code.udiv(item, own["parts"]), code.urem(item, own["parts"])
+        self._first = code.udiv(code.mul(part, own["queries"]), own["parts"])
+        end = code.udiv(code.mul(code.add(part, INT(1)), own["queries"]), own["parts"])
+        self._count = code.sub(end, self._first)
+
+    def write(self) -> None:
+        """Write all instructions."""
+        code, count, block = self._code, self._count, INT(KEYS_AT_ONCE)
+        code.for_each(count, self._begin)
+        first = code.udiv(self._positions(INT(0))[0], block)
+        end = self._positions(code.sub(count, INT(1)))[1]
+        blocks = code.sub(code.udiv(code.add(end, INT(KEYS_AT_ONCE - 1)), block), first)
+        code.for_each(blocks, lambda index: self._attend(code.mul(code.add(first, index), block)))
+        code.for_each(count, self._finish)
+        code.ret_void()
+
+    def _row_and_head(self, index: ir.Value) -> tuple[ir.Value, ir.Value]:
+        code, repeats = self._code, self._own["repeats"]
+        query = code.add(self._first, index)
+        return code.udiv(query, repeats), code.add(code.urem(query, repeats), code.mul(self._group, repeats))
+
+    def _out(self, index: ir.Value) -> ir.Value:
+        row, head = self._row_and_head(index)
+        place = self._code.add(self._code.mul(row, self._own["heads"]), head)
+        return self._code.at(self._own["out"], self._code.mul(place, INT(self._size)))
+
+    def _positions(self, index: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The first position that a query attends to, and the one after its last."""
-        end = code.add(code.add(own["past"], row_of(index)), one)
-        no_window = code.icmp_unsigned("==", own["window"], INT(0))
-        is_whole = code.or_(no_window, code.icmp_unsigned("<=", end, own["window"]))
-        return code.select(is_whole, INT(0), code.sub(end, own["window"])), end
+        code, window = self._code, self._own["window"]
+        end = code.add(code.add(self._own["past"], self._row_and_head(index)[0]), INT(1))
+        is_whole = code.or_(code.icmp_unsigned("==", window, INT(0)), code.icmp_unsigned("<=", end, window))
+        return code.select(is_whole, INT(0), code.sub(end, window)), end
 
-    def begin(index: ir.Value) -> None:
-        _store(code, FLOAT(float("-inf")), totals, code.mul(index, INT(2)))
-        _store(code, FLOAT(0.0), totals, code.add(code.mul(index, INT(2)), one))
-        for start, lanes in _chunks(size):
+    def _begin(self, index: ir.Value) -> None:
+        code, place = self._code, self._code.mul(index, INT(2))
+        _store(code, FLOAT(float("-inf")), self._totals, place)
+        _store(code, FLOAT(0.0), self._totals, code.add(place, INT(1)))
+        for start, lanes in _chunks(self._size):
             nothing = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
-            code.store(nothing, code.at(out_of(index), INT(start)), align=4)
+            code.store(nothing, code.at(self._out(index), INT(start)), align=4)
 
-    def block(number: ir.Value) -> None:
-        start = code.mul(number, INT(KEYS_AT_ONCE))
+    def _attend(self, start: ir.Value) -> None:
+        """Let all queries attend to the keys of the block from `start`."""
+        code, own, size = self._code, self._own, INT(self._size)
 
-        def one_query(index: ir.Value) -> None:
-            low, high = keys_of(index)
+        def one(index: ir.Value) -> None:
+            low, high = self._positions(index)
             low = code.select(code.icmp_unsigned("<", low, start), start, low)
             high = code.smaller(high, code.add(start, INT(KEYS_AT_ONCE)))
             with code.if_then(code.icmp_unsigned("<", low, high)):
-                head = code.add(code.urem(code.add(first, index), own["repeats"]), code.mul(group, own["repeats"]))
-                place = code.add(code.mul(row_of(index), own["query_stride"]), code.mul(head, INT(size)))
-                at = code.add(code.mul(group, own["group_stride"]), code.mul(low, INT(size)))
-                near = [code.at(own["query"], place), code.at(own["keys"], at), code.at(own["values"], at)]
-                state = [code.at(totals, code.mul(index, INT(2))), out_of(index), scores]
-                arguments = [*near, code.sub(high, low), own["scaling"], *state]
-                with code.if_else(code.icmp_unsigned("==", index, INT(0))) as (then, otherwise):
-                    for update, branch in zip(updates, (then, otherwise), strict=True):
+                row, head = self._row_and_head(index)
+                query = code.at(own["query"], code.add(code.mul(row, own["query_stride"]), code.mul(head, size)))
+                place = code.add(code.mul(self._group, own["group_stride"]), code.mul(low, size))
+                keys, values = (code.at(own[name], place) for name in ("keys", "values"))
+                state = [code.at(self._totals, code.mul(index, INT(2))), self._out(index), self._scores]
+                arguments = [query, keys, values, code.sub(high, low), own["scaling"], *state]
+                with code.if_else(code.icmp_unsigned("==", index, INT(0))) as branches:
+                    for update, branch in zip(self._updates, branches, strict=True):
                         with branch:
                             code.call(update, arguments)
 
-        code.for_each(count, one_query)
+        code.for_each(self._count, one)
 
-    def finish(index: ir.Value) -> None:
-        total = _load(code, totals, code.add(code.mul(index, INT(2)), one))
-        for (start, lanes), part in zip(_chunks(size), _vectors(code, out_of(index), size), strict=True):
-            result = code.fdiv(part, code.splat(total, lanes))
-            code.store(result, code.at(out_of(index), INT(start)), align=4)
-
-    code.for_each(count, begin)
-    lowest, (_, highest) = code.udiv(keys_of(INT(0))[0], INT(KEYS_AT_ONCE)), keys_of(code.sub(count, one))
-    blocks = code.sub(code.udiv(code.add(highest, INT(KEYS_AT_ONCE - 1)), INT(KEYS_AT_ONCE)), lowest)
-    code.for_each(blocks, lambda index: block(code.add(lowest, index)))
-    code.for_each(count, finish)
-    code.ret_void()
-    return compiled(module)("attend")
+    def _finish(self, index: ir.Value) -> None:
+        code, out = self._code, self._out(index)
+        total = _load(code, self._totals, code.add(code.mul(index, INT(2)), INT(1)))
+        for (start, lanes), part in zip(_chunks(self._size), _vectors(code, out, self._size), strict=True):
+            code.store(code.fdiv(part, code.splat(total, lanes)), code.at(out, INT(start)), align=4)
 
 
 def _vectors(code: Code, pointer: ir.Value, size: int) -> list[ir.Value]:

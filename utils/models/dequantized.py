@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from utils.errors import UserError
 from utils.files import check_regular
-from utils.models.devices import Placement
 from utils.models.file_model import downloaded_folder
-from utils.models.memory import check_free, weight_files
+from utils.models.memory import Placement, check_free, weight_files
 from utils.models.quantization import stored_quantization
 from utils.models.sources import Source
 

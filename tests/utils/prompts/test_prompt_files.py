@@ -91,7 +91,7 @@ def test_the_sets_of_aiperf_are_read_as_they_are_published(tmp_path: Path) -> No
         Prompt(text) for text in ("How many eggs?", "Solve $x = 1$.", "def f(x):\n", "Write a function.")
     ]
     assert chat == Prompt("Write.", "writing", ("Again.",))
-    with pytest.raises(UserError, match='line 1: "question" must be'):
+    with pytest.raises(UserError, match="line 1: a JSON line needs"):
         list(read_prompts(file_of(tmp_path, {"question": " "})))
 
 
