@@ -70,7 +70,7 @@ def test_prompt_files_contain_plain_and_json_lines_but_no_commands(folder: Path,
     assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
 
 
-@pytest.mark.parametrize("text", ['{"text": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
+@pytest.mark.parametrize("text", ['{"words": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
 def test_a_bad_prompt_file_is_reported(text: str | None, folder: Path, tmp_path: Path, main: Any) -> None:
     prompts = tmp_path / "prompts"
     if text is not None:

@@ -221,7 +221,7 @@ def test_invalid_files_are_refused_before_anything_runs(view: Screen, tmp_path: 
         (f"/race {empty}", str(empty)),
     ):
         assert session.handle(line) is Verdict.FAILED and words in view.take()[1], line
-    broken = prompts_file(tmp_path, ["Hello", '{"text": "x"}'])
+    broken = prompts_file(tmp_path, ["Hello", '{"words": "x"}'])
     assert session.handle(f"/race {broken}") is Verdict.FAILED
     messages = view.take()[1]
     assert "line 2" in messages and "warming" not in messages
