@@ -24,7 +24,8 @@ def write_gguf(
     add_tokens(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.named_parameters():  # a tied output head is the embedding
+        tensor = tensor.detach()
         count = next((heads[kind] for kind in heads if kind in name), None)
         weight, stored = _interleaved(tensor.numpy(), count), gguf.GGMLQuantizationType.F32
         if any(part in name for part in parts):

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from utils.freed_memory import trim_allocator
+
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PACKED_BEFORE_TRIM = 1 << 27  # weights
 
 
 class Kernel(Protocol):
@@ -93,11 +96,15 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
     # A tied output head shares its weight with the embedding, which still needs it in its original layout.
     embedded = {id(module.weight) for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
     groups = _groups(models)
-    total = len(groups)
+    total, packed = len(groups), 0
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
         fused = FusedKernel(build(group.layers), [layer.out_features for layer in group.layers])
+        packed += sum(layer.weight.numel() for layer in group.layers)
+        if packed > PACKED_BEFORE_TRIM:  # what conversions have freed lies between the packed weights
+            trim_allocator()
+            packed = 0
         for positions in group.positions:
             for index, (layer, (parent, name)) in enumerate(zip(group.layers, positions, strict=True)):
                 setattr(parent, name, EngineLinear(fused, index, layer, tied=id(layer.weight) in embedded))

@@ -55,19 +55,34 @@ class RowsOf:
 def placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
     """Return a parameter of the same shape and number format that holds no data."""
     empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-    empty.source = source  # type: ignore[attr-defined]
+    with_origin(empty, source)
     return empty
 
 
 def source_of(weight: Tensor) -> WeightSource | None:
     """Return where a weight lies, if it is a placeholder."""
-    return getattr(weight, "source", None) if weight.is_meta else None
+    return origin_of(weight) if weight.is_meta else None
+
+
+def origin_of(weight: Tensor) -> WeightSource | None:
+    """Return where a weight lies, whether it is a placeholder or has been read; None if that is not known."""
+    return getattr(weight, "source", None)
+
+
+def with_origin(weight: Tensor, source: WeightSource) -> None:
+    """Remember where a weight in memory was read from."""
+    weight.source = source  # type: ignore[attr-defined]
 
 
 def rows_of(weight: Tensor, rows: slice) -> Tensor:
     """Return some rows of a weight as a view, or a placeholder for them."""
-    part, source = weight.detach()[rows], source_of(weight)
-    return part if source is None else placeholder(part, RowsOf(source, rows))
+    part, source = weight.detach()[rows], origin_of(weight)
+    if source is None:
+        return part
+    if weight.is_meta:
+        return placeholder(part, RowsOf(source, rows))
+    with_origin(part, RowsOf(source, rows))
+    return part
 
 
 def data(weight: Tensor) -> Tensor:

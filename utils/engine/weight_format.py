@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import cache_bytes
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_weights import RowsOf, data, source_of, stored_data
+from utils.engine.stored_weights import RowsOf, data, origin_of, source_of, stored_data
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 from utils.text import byte_size
 
@@ -65,7 +65,7 @@ class EngineWeights:
     def _shipped(self, name: str, weight: Tensor) -> BlockWeight | None:
         """The blocks of a file, or None for a weight that is not stored in blocks."""
         layer, _, part = name.partition("[")
-        source = source_of(weight)
+        source = origin_of(weight)
         layer = layer if source is None else source.name  # cut models have other names
         own = getattr(source.source if isinstance(source, RowsOf) else source, "blocks", None)
         for blocks in (self.blocks, self.drafter_blocks) if own is None else (own,):

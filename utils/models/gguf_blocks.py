@@ -33,6 +33,7 @@ from utils.files import file_state, has_changed
 
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+UNPACKED_BYTES = 1 << 24  # of a file that are unpacked at once
 
 
 class Stored(NamedTuple):
@@ -165,7 +166,22 @@ def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcess
 
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
-    rows, form = data.shape[0], UNPACKERS[kind]
+    form = UNPACKERS[kind]
+    # A few rows at a time, because unpacking needs several times the memory of its result.
+    some = max(1, UNPACKED_BYTES // max(1, data.shape[1]))
+    parts = [_unpacked_rows(form, data[start : start + some]) for start in range(0, len(data), some)]
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    shifts = None if parts[0].shifts is None else joined("shifts")
+    return replace(parts[0], values=joined("values"), scales=joined("scales"), shifts=shifts)
+
+
+def _unpacked_rows(form: _Type, data: np.ndarray) -> BlockWeight:
+    rows = len(data)
     blocks = form.unpack(torch.from_numpy(data).view(-1, form.size))
     values = blocks.values.view(rows, -1)
     shifts = None if blocks.shifts is None else blocks.shifts.reshape(rows, -1)

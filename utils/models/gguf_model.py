@@ -29,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 from utils.artifact_cache import build_folder, is_intact, remove_stale
 from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import placeholder
+from utils.engine.stored_weights import placeholder, with_origin
 from utils.errors import UserError
 from utils.files import file_state, user_folder
 from utils.freed_memory import release_memory
@@ -44,6 +44,7 @@ from utils.models.sources import Source
 from utils.text import byte_size
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
+HEAD_LAYER = "lm_head"
 RECIPE = 2  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
@@ -181,6 +182,8 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie_weights()
+    if HEAD_LAYER in blocks.index.tensors:  # in memory as well, because drafters read its rows
+        with_origin(model.get_output_embeddings().weight, BlockSource(blocks, HEAD_LAYER))
     return [name for name, part in model.named_parameters() if name not in dense and not part.is_meta]
 
 

@@ -14,6 +14,9 @@ from tiny_gguf import write_gguf
 from torch import nn
 
 from utils.engine.selftest import sample_logits
+from utils.engine.stored_weights import rows_of
+from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_format import EngineWeights
 from utils.models import checkpoints, gguf_blocks, gguf_model
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
@@ -87,6 +90,20 @@ def test_no_float32_copy_of_a_weight_is_alive(file: Path, monkeypatch: pytest.Mo
     # By value: buffers of activations may have the shape of a weight.
     plain = [item for item in alive if item.dtype is torch.float32 and item.layout is torch.strided]
     assert not [item for item in plain for weight in weights if torch.equal(item, weight)]
+
+
+def test_a_tied_head_is_found_in_the_file_without_other_blocks(tmp_path: Path, own_cache: Path) -> None:
+    """So that its values need not be unpacked and compared."""
+    model = tiny_llama(vocab_size=300, hidden_size=64, tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "tied.gguf", model, tiny_tokenizer(), kind="Q8_0", parts=PARTS)
+    weight = load(path, "layers:1", engine_weights="gguf").target.get_output_embeddings().weight
+    none = EngineWeights("gguf", {})
+    whole, part = (
+        none.form("lm_head", weight, is_head=True),
+        none.form("lm_head[8:24]", rows_of(weight, slice(8, 24)), is_head=True),
+    )
+    assert isinstance(whole, BlockWeight) and torch.equal(whole.dense(), weight)
+    assert isinstance(part, BlockWeight) and torch.equal(part.dense(), weight[8:24])
 
 
 def live_tensors() -> list[torch.Tensor]:
