@@ -11,6 +11,8 @@ import psutil
 import torch
 
 CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_VERSION_2 = ("memory.max", "memory.current", "")
 
 
 def release_memory() -> None:
@@ -34,14 +36,24 @@ def available_memory() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of this process's control group (version 2), and of those above it, leave.
-    Cached files count as free.
+    """Yield the memory that the limits of this process's control group, and of those above it, leave. Cached files
+    count as free.
     """
-    with suppress(OSError, ValueError, StopIteration):
-        own = next(line[3:] for line in OWN_GROUPS.read_text().splitlines() if line.startswith("0::"))
-        group = CONTROL_GROUPS / own.strip("/")  # in a container the path may be that of the host
-        for folder in (group, *group.parents):
-            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
-                values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                files = sum(int(values.get(name, 0)) for name in ("inactive_file", "active_file"))
-                yield max(0, int(limit) - int((folder / "memory.current").read_text()) + files)
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            number, kinds, own = line.split(":", 2)
+            if number == "0" or "memory" in kinds.split(","):  # version 2, or the groups of version 1 for memory
+                names, root = (_VERSION_2, CONTROL_GROUPS) if number == "0" else (_VERSION_1, CONTROL_GROUPS / "memory")
+                group = root / own.strip("/")  # in a container the path may be that of the host
+                yield from (left for folder in (group, *group.parents) for left in _left(folder, *names))
+
+
+def _left(group: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+    """Yield what the limit of one control group leaves, if it has one. The arguments are names of its files, and the
+    prefix of the names of cached files in its statistics.
+    """
+    with suppress(OSError, ValueError):  # without a limit there is no file, or it holds a word
+        size = int((group / limit).read_text())
+        values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = sum(int(values.get(f"{cached}{kind}_file", 0)) for kind in ("inactive", "active"))
+        yield max(0, size - int((group / used).read_text()) + files)

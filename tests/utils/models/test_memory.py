@@ -78,29 +78,37 @@ def test_a_model_that_does_not_fit_is_refused_with_a_smaller_form(
     assert load(shelf / "target").memory >= full
 
 
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+VERSION_2 = ("memory.max", "memory.current", "")
+
+
 @pytest.mark.parametrize(
-    ("line", "folder"),
+    ("line", "folder", "names"),
     [
-        ("0::/", ""),
-        ("0::/user.slice/run.scope", "user.slice/run.scope"),
-        ("0::/user.slice/run.scope", "user.slice"),
-        ("0::/of/the/host", ""),
+        ("0::/", "", VERSION_2),
+        ("0::/user.slice/run.scope", "user.slice/run.scope", VERSION_2),
+        ("0::/user.slice/run.scope", "user.slice", VERSION_2),
+        ("0::/of/the/host", "", VERSION_2),
+        ("4:memory:/jobs/own", "memory/jobs/own", VERSION_1),
+        ("4:cpu,memory:/jobs/own", "memory/jobs", VERSION_1),
+        ("4:memory:/of/the/host", "memory", VERSION_1),
     ],
 )
 def test_limits_of_control_groups_count_and_cached_files_are_free(
-    line: str, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    line: str, folder: str, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of the group of the process, and of those above it."""
-    (tmp_path / "own").write_text(f"12:cpu:/other\n{line}\n")
+    (tmp_path / "own").write_text(f"12:cpuset:/other\n{line}\n")
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(freed_memory, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(freed_memory, "OWN_GROUPS", tmp_path / "own")
-    limit, usage, stat = (tmp_path / folder / name for name in ("memory.max", "memory.current", "memory.stat"))
+    limit, usage = (tmp_path / folder / name for name in names[:2])
+    stat, prefix = tmp_path / folder / "memory.stat", names[2]
     set_free_memory(monkeypatch, 10_000)
     assert memory.free_bytes("cpu") == 10_000
     usage.write_text("900\n")
-    stat.write_text("anon 500\ninactive_file 300\nactive_file 50\n")
-    limit.write_text("max\n")
+    stat.write_text(f"anon 500\n{prefix}inactive_file 300\n{prefix}active_file 50\n")
+    limit.write_text("max\n" if names is VERSION_2 else "9223372036854771712\n")
     assert memory.free_bytes("cpu") == 10_000
     limit.write_text("1000\n")
     assert memory.free_bytes("cpu") == 1000 - 900 + 350
