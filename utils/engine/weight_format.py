@@ -95,7 +95,7 @@ def _needs_8_bits(name: str, weight: Tensor) -> bool:
     return bool(errors[1] < errors[0])
 
 
-CONTEXT = 2048  # tokens of a typical long run
+CONTEXT = 1024  # tokens of a typical run; longer prompts are compared with the free memory when they come
 BUFFERS = 200_000_000  # bytes of activations, logits and compiled code
 # Bytes of a weight with its share of scales and shifts, as engines hold it. Blocks of GGUF files differ in size.
 BYTES = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.625, "gguf": 0.75}
@@ -176,9 +176,9 @@ def smaller_form(models: Sequence[PreTrainedModel], available: int) -> str:
 
 
 def _working_bytes(models: Sequence[PreTrainedModel]) -> int:
-    """What forward passes need besides weights: a layer that is being read twice over, a KV cache, logits."""
+    """What is needed besides weights: the largest one in float32 while it is read, a KV cache, logits."""
     largest = max((matrix.count for matrix in _matrices(models)), default=0)
-    return 4 * 2 * largest + sum(cache_bytes(model, CONTEXT) for model in models) + BUFFERS
+    return 5 * largest + sum(cache_bytes(model, CONTEXT) for model in models) + BUFFERS
 
 
 def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:

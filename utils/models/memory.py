@@ -32,6 +32,7 @@ FORMATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
 QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
+MARGIN = 0.25  # share of its weights that a model needs besides them, roughly
 BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
@@ -151,6 +152,8 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
     in_files &= kind == "none" and where.device == "cpu"
     if in_files and where.engine_weights in BYTES:
         needed = min(needed, int(BYTES[where.engine_weights] * sum(counts.values())))
+    elif in_files:  # engines keep the format of the file where it is smaller
+        needed = min(needed, needed_bytes(counts, "auto", kind))
     if free_bytes(where.device) < needed:
         release_memory()  # models that are no longer used may still be held by reference cycles
     if where.may_spread and where.device.startswith("cuda") and kind == "none" and free_bytes(where.device) < needed:
@@ -165,14 +168,16 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
 
 def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: bool) -> str:
     """The smaller forms that fit. `smaller` is True if the weights can be quantized."""
-    sizes = {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none")}
+    is_stored_in_16_bits = in_files and not {"F32", "F64"} & set(counts)
+    sizes = {} if is_stored_in_16_bits else {"--dtype bfloat16": needed_bytes(counts, torch.bfloat16, "none")}
     if in_files:
         total = sum(counts.values())
         sizes |= {f"--engine-weights {format}": int(BYTES[format] * total) for format in ("int8", "int4")}
     elif smaller:
         sizes |= {f"--quantize {kind}": needed_bytes(counts, torch.bfloat16, kind) for kind in QUANTIZED_ON_LOADING}
     free = free_bytes(device)
-    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= free]
+    # Drafters, keys and values need memory as well.
+    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size * (1 + MARGIN) <= free]
     return f"use {' or '.join(fitting)}" if fitting else "use a smaller model, or a different --device"
 
 

@@ -34,6 +34,15 @@ def test_the_estimate_is_what_is_loaded(shelf: Path) -> None:
         assert memory.needed_bytes(counts, getattr(torch, dtype), "none") == loaded
 
 
+def test_weights_in_files_count_as_they_are_stored(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines keep 16 bits, so another format of 16 bits would not need less."""
+    stored = memory.needed_bytes(memory.weight_counts(Source(str(shelf / "half"), "")), "auto", "none")
+    set_free_memory(monkeypatch, stored - 1)
+    assert byte_size(stored) in (sentence := refusal(shelf / "half")) and "--dtype" not in sentence
+    set_free_memory(monkeypatch, stored)
+    load(shelf / "half")
+
+
 def test_each_shard_of_the_index_is_counted_once(shelf: Path, tmp_path: Path) -> None:
     weights = load_file(shelf / "target" / "model.safetensors")
     names = sorted(weights)
@@ -142,7 +151,7 @@ def test_a_download_is_reported_with_its_size(hub_cache: Path) -> None:
     source = locate("some/model", lines.append)
     assert len(lines) == 1 and "some/model" in lines[0] and byte_size(4_000_000) in lines[0]
     assert memory.weight_counts(source) == {"BF16": 10**15}
-    assert byte_size(4 * 10**15) in refusal("some/model")  # refused before anything is downloaded
+    assert byte_size(2 * 10**15) in refusal("some/model")  # refused before anything is downloaded
 
 
 def test_a_full_disk_is_reported_before_a_download(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
