@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -101,16 +100,6 @@ class SlotPool:
             self._smallest = SMALLEST
 
 
-class _Lease:
-    """The slot that a cache uses at the moment."""
-
-    def __init__(self, pool: SlotPool, slot: Slot) -> None:
-        self.pool, self.slot = pool, slot
-
-    def end(self) -> None:
-        self.pool.give(self.slot)
-
-
 class SlotLayer(GrowingLayer):
     """Keys and values (B, heads, length, D) as views of a slot's buffers.
 
@@ -119,9 +108,9 @@ class SlotLayer(GrowingLayer):
 
     _layer_type = None
 
-    def __init__(self, lease: _Lease, index: int) -> None:
+    def __init__(self, slot: Slot, index: int) -> None:
         super().__init__()
-        self._lease, self._index = lease, index
+        self.slot, self._index = slot, index
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new positions, and return all keys and values."""
@@ -129,7 +118,7 @@ class SlotLayer(GrowingLayer):
             self.lazy_initialization(key_states, value_states)
         length, new = self.get_seq_length(), (key_states, value_states)
         end = length + key_states.shape[-2]
-        buffers = self._lease.slot.room(self._index, new, end) if self.in_slot() else None
+        buffers = self.slot.room(self._index, new, end) if self.in_slot() else None
         if buffers is None:
             return super().update(key_states, value_states, *args, **kwargs)
         for buffer, part in zip(buffers, new, strict=True):
@@ -141,12 +130,19 @@ class SlotLayer(GrowingLayer):
         """Whether the keys lie in the slot, or there are none yet."""
         if not self.get_seq_length():
             return True
-        buffers = self._lease.slot.buffers.get(self._index)
+        buffers = self.slot.buffers.get(self._index)
         return buffers is not None and self.keys.data_ptr() == buffers[0].data_ptr()
 
     def extend_to(self, length: int) -> None:
         """Set the length, after positions were written to the slot."""
-        self.keys, self.values = (buffer[..., :length, :] for buffer in self._lease.slot.buffers[self._index])
+        self.keys, self.values = (buffer[..., :length, :] for buffer in self.slot.buffers[self._index])
+
+    def move(self, slot: Slot, keys: Any, values: Any) -> None:
+        """Continue in another slot with these keys and values, if there are any."""
+        self.slot = slot
+        if keys is not None and keys.numel():
+            self.keys, self.values = keys[..., :0, :], values[..., :0, :]
+            self.update(keys, values)
 
 
 class GraphCache(DynamicCache):
@@ -154,22 +150,24 @@ class GraphCache(DynamicCache):
 
     def __init__(self, pool: SlotPool, layers: int) -> None:
         super().__init__()
-        self._lease = _Lease(pool, pool.take(1))
+        self._pool, self.slot = pool, pool.take(1)
         self.layer_class_to_replicate = None
-        self.layers = [SlotLayer(self._lease, index) for index in range(layers)]
-        finalize(self, self._lease.end)
+        self.layers = [SlotLayer(self.slot, index) for index in range(layers)]
+
+    def __del__(self) -> None:
+        self._pool.give(self.slot)
 
     def reserve(self, count: int) -> Slot | None:
         """Return the slot with room for `count` more positions, or None if keys have left it."""
         if not all(layer.in_slot() for layer in self.layers):
             return None
-        needed, old = self.get_seq_length() + count, self._lease.slot
+        needed, old = self.get_seq_length() + count, self.slot
         if needed > old.capacity:
-            states = [(layer.keys, layer.values) for layer in self.layers]
-            self._lease.slot = self._lease.pool.take(needed)
-            self._move(states)
-            self._lease.pool.give(old)
-        return self._lease.slot
+            self.slot = self._pool.take(needed)
+            for layer in self.layers:
+                layer.move(self.slot, layer.keys, layer.values)
+            self._pool.give(old)
+        return self.slot
 
     def advance(self, count: int) -> None:
         """Add `count` positions that a graph has written."""
@@ -178,16 +176,11 @@ class GraphCache(DynamicCache):
             layer.extend_to(length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GraphCache":
-        twin = GraphCache(self._lease.pool, len(self.layers))
+        twin = GraphCache(self._pool, len(self.layers))
         twin.reserve(self.get_seq_length())
-        twin._move([(layer.keys, layer.values) for layer in self.layers])
+        for own, layer in zip(self.layers, twin.layers, strict=True):
+            layer.move(twin.slot, own.keys, own.values)
         return twin
-
-    def _move(self, states: list[tuple[Tensor | None, Tensor | None]]) -> None:
-        for layer, (keys, values) in zip(self.layers, states, strict=True):
-            if keys is not None and values is not None and keys.numel():
-                layer.keys, layer.values = keys[..., :0, :], values[..., :0, :]
-                layer.update(keys, values)
 
 
 class RecordedLayer(DynamicLayer):

@@ -100,7 +100,8 @@ class InvariantEngine(PlainEngine):
         """Put nn.Linear layers and the original attention back."""
         if self._installed:
             for model in self._models:
-                vars(model).pop("forward", None)
+                if isinstance(vars(model).get("forward"), LeanDecoder):  # and no wrapper of a library
+                    del model.forward
             for helper in self._helpers:
                 vars(helper).pop("compiled", None)
             restore_linears([*self._models, *self._helpers])

@@ -168,7 +168,7 @@ def test_buffers_are_used_up_to_their_last_position(monkeypatch: pytest.MonkeyPa
     session, context, slots = ModelSession(attached(MODELS["llama"]())), ids(33, Random(10)), []
     for end in (30, 32, 33):
         session.feed(context[:end], keep=1)
-        slots.append(session._cache._lease.slot)
+        slots.append(session._cache.slot)
     assert slots[0] is slots[1] and [slot.capacity for slot in slots] == [32, 32, 64]
 
 
