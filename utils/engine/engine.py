@@ -109,7 +109,7 @@ class Engine:
         self.step_seconds = 0.0  # of a decode step
         self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.longer: LongerContext | None = None  # the same in a longer context
-        self.draft_seconds: dict[str, list[float]] = {}  # of drafters, by whatever the caller distinguishes
+        self.draft_seconds: dict[str, Sequence[float]] = {}  # of drafters, by whatever the caller distinguishes
         self.has_stored_costs = False  # whether the costs were measured at an earlier start
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
@@ -148,7 +148,7 @@ class Engine:
         """Like `use`, but test and measure everything again, whatever is stored. Raises UserError as `use` does."""
         self._check(name)
         if self.results is not None and (key := self._key_of(name, thread_count)):
-            self.results.drop(key)
+            self.results.put(key, {})  # a failure leaves none behind
         self.table = {}
         return self._prepare(name, thread_count, None, "complete")
 
