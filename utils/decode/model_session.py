@@ -258,7 +258,7 @@ class ModelSession:
 
 
 def _parameters(model: Any) -> set[str]:
-    """The names of the arguments that a model takes. A wrapper that passes on any arguments hides those of its class."""
+    """The names of the arguments that a model takes. A wrapper that passes on any of them hides those of its class."""
     own = inspect.signature(model.forward).parameters
     passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values())
     return {*own, *(inspect.signature(type(model).forward).parameters if passes_on else ())}

@@ -24,7 +24,7 @@ from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, ti
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
-from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, install_compared, reason_of
+from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -316,11 +316,8 @@ class Engine:
         counts = [known] if known else machine.candidate_threads() if on_cpu else [torch.get_num_threads()]
         if len(tried) < 2 and len(counts) < 2:
             return table
-        trials = Trials(self._target, tried, self._weights, counts, self.report, self.meter)
-        figures = trials.run()
+        figures = Trials(self._target, tried, self._weights, counts, self.report, self.meter).run()
         release_memory()  # the few layers of all engines
-        if trials.reference is not None:
-            self._references = [trials.reference]
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 
     def _unmeasured(self, name: str, problem: str) -> EngineFigures:
@@ -336,9 +333,7 @@ class Engine:
                 self._add_references(passed=extent == "later")
             torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
-            install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
-            failure = install_compared(engine, self._target, install, self._differs)
-            failure = failure or engine.self_test(count, self.report, extent)
+            failure = self._installed(engine, name) or engine.self_test(count, self.report, extent)
             failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
@@ -355,6 +350,16 @@ class Engine:
         else:
             self._engine = engine
         return failed
+
+    def _installed(self, engine: PlainEngine, name: str) -> str:
+        """Install an engine and compare its logits. Returns why it failed."""
+        install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
+        failure = install() or self._differs()
+        if failure and engine.has_own_forward and "forward" in vars(self._target):
+            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
+            engine.has_own_forward = False
+            failure = install() or self._differs()
+        return failure
 
     def _add_references(self, *, passed: bool) -> None:
         """Compute the logits of models with weights of their own that are not known yet."""
