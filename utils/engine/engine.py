@@ -365,7 +365,8 @@ class Engine:
         """Compute the logits of models with weights of their own that are not known yet."""
         for model in selftest.own_models(self._models):
             if not any(model is reference.model for reference in self._references):
-                self._references.append(selftest.Reference.of(model, self._weights, passed=passed))
+                weights = self._weights if model is self._target else self._weights.for_drafter()
+                self._references.append(selftest.Reference.of(model, weights, passed=passed))
                 release_memory()  # the layers that they were computed with
 
     def _differs(self) -> str:

@@ -18,7 +18,7 @@ from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.compiled_drafter import CompiledDrafter
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.kernels import KnownLayers, blocked_builder, compiled_builder
+from utils.engine.kernels import CompiledBuilder, blocked_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import restore_linears, swap_linears
@@ -61,7 +61,7 @@ class InvariantEngine(PlainEngine):
         self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
         is_compiled = _is_compiled(self._models[0])
-        builder = compiled_builder(self._format, KnownLayers.of(self._models)) if is_compiled else blocked_builder
+        builder = CompiledBuilder(self._format, self._models) if is_compiled else blocked_builder
         swap_linears([*self._models, *self._helpers], builder, report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
@@ -71,7 +71,7 @@ class InvariantEngine(PlainEngine):
                 model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        if _is_compiled(self._models[0]):
+        if is_compiled:
             self._compile_drafters()
         return ""
 

@@ -1,7 +1,6 @@
 """Kernels of linear layers in which the bits of an output row do not depend on how many rows are computed at once."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.module_swap import GroupBuilder, Kernel
+from utils.engine.module_swap import Kernel
 from utils.engine.stored_weights import data
 from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights
@@ -37,36 +36,24 @@ class BlockedKernel:
         yield from (part for part in (self._weight, self._bias) if part is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownLayers:
-    """What a builder knows of layers besides their weights: names by id(layer), and id(weight) of output heads."""
+class CompiledBuilder:
+    """Builds one compiled kernel for layers with the same input, in the format of `weights`. float32 weights whose file
+    holds them in bfloat16 stay there, because the values are the same.
 
-    names: Mapping[int, str]
-    heads: Container[int]
-
-    @classmethod
-    def of(cls, models: Sequence[PreTrainedModel]) -> "KnownLayers":
-        """The layers of a pair. models: the target first, whose names count for layers that it shares."""
-        parts = [(id(part), name) for model in reversed(models) for name, part in model.named_modules()]
-        return cls(dict(parts), {id(model.get_output_embeddings().weight) for model in models})
-
-
-def blocked_builder(layers: Sequence[nn.Linear]) -> Kernel:
-    """Return one BlockedKernel for layers with the same input."""
-    weights = [data(layer.weight) for layer in layers]
-    return BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))
-
-
-def compiled_builder(weights: EngineWeights, known: KnownLayers) -> GroupBuilder:
-    """Return a function that builds one compiled kernel for layers with the same input, in the format of `weights`.
-    float32 weights whose file holds them in bfloat16 stay there, because the values are the same.
+    models: the target first. A drafter's own layers have the format of drafters; those of no model have no name.
     """
 
-    def build(layers: Sequence[nn.Linear]) -> Kernel:
-        is_head = any(id(layer.weight) in known.heads for layer in layers)
-        forms = [
-            _shortened(weights.form(known.names.get(id(layer), ""), layer.weight, is_head=is_head)) for layer in layers
-        ]
+    def __init__(self, weights: EngineWeights, models: Sequence[PreTrainedModel]) -> None:
+        self._weights = weights
+        self._known = {
+            id(part): (name, weights if model is models[0] else weights.for_drafter())
+            for model in models
+            for name, part in model.named_modules()
+        }
+        self._heads = {id(model.get_output_embeddings().weight) for model in models}
+
+    def __call__(self, layers: Sequence[nn.Linear]) -> Kernel:
+        forms = [self._form(layer) for layer in layers]
         tensors = [form for form in forms if isinstance(form, Tensor)]
         blocks = [form for form in forms if isinstance(form, BlockWeight)]
         if not blocks and len({tensor.dtype for tensor in tensors}) == 1:
@@ -76,7 +63,16 @@ def compiled_builder(weights: EngineWeights, known: KnownLayers) -> GroupBuilder
         parts = zip(forms, layers, strict=True)
         return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
 
-    return build
+    def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
+        name, weights = self._known.get(id(layer), ("", self._weights))
+        form = weights.form(name, layer.weight, is_head=id(layer.weight) in self._heads)
+        return form if isinstance(form, BlockWeight) else _shortened(form)
+
+
+def blocked_builder(layers: Sequence[nn.Linear]) -> Kernel:
+    """Return one BlockedKernel for layers with the same input."""
+    weights = [data(layer.weight) for layer in layers]
+    return BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
@@ -86,9 +82,9 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     return torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
 
 
-def _shortened(form: Tensor | BlockWeight) -> Tensor | BlockWeight:
+def _shortened(form: Tensor) -> Tensor:
     """A weight in bfloat16 if that holds the same values."""
-    if isinstance(form, BlockWeight) or form.dtype == torch.bfloat16:
+    if form.dtype == torch.bfloat16:
         return form
     for part in (form[:1], form):  # most weights differ in the first row
         short = part.bfloat16()
