@@ -307,9 +307,9 @@ class Engine:
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
-        table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
-        needs = {name: self._engine.nbytes() + self._built(name).need() for name in names}
-        table = {name: replace(row, nbytes=needs[name]) for name, row in table.items()}
+        rows = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
+        held = self._engine.nbytes()
+        table = {name: replace(row, nbytes=held + self._built(name).need()) for name, row in rows.items()}
         tried = {name: LAYER_ENGINES[name] for name, row in table.items() if row.is_candidate}
         # On other devices than a CPU the number of threads hardly matters.
         on_cpu = self._target.device.type == "cpu"

@@ -9,7 +9,7 @@ from tiny import tiny_llama
 from torch import Tensor, nn
 
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.kernels import BLOCK_ROWS, BlockedKernel, CompiledBuilder
+from utils.engine.invariant import BLOCK_ROWS, BlockedKernel, CompiledBuilder
 from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
 from utils.engine.weight_blocks import BlockWeight, round_int4
