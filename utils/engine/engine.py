@@ -107,7 +107,7 @@ class Engine:
         self._references: list[selftest.Reference] = []
         self._key = ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
-        self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
+        self.costs: Sequence[float] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.longer: LongerContext | None = None  # the same in a longer context
         self.draft_seconds: dict[str, Sequence[float]] = {}  # of drafters, by whatever the caller distinguishes
         self.has_stored_costs = False  # whether the costs were measured at an earlier start

@@ -183,13 +183,13 @@ def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
     for name, part, model in reversed(parts):  # those of the target replace those that a drafter shares
         if not isinstance(part, EngineLinear | nn.Linear):
             continue
-        packed = isinstance(part, EngineLinear)
-        weight = part.original[0] if packed else part.weight
-        key = (id(part.fused), part.index) if packed else id(weight)
+        weight = part.original[0] if isinstance(part, EngineLinear) else part.weight
+        key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         stored = count * size if weight is None else _stored_bytes(weight)
-        held, other = weight is None or not weight.is_meta, model is not models[0]
-        found[key] = _Matrix(name, count, count * size, stored, held, packed, id(weight) in tied, other)
+        held, packed = weight is None or not weight.is_meta, isinstance(part, EngineLinear)
+        is_drafter = model is not models[0]
+        found[key] = _Matrix(name, count, count * size, stored, held, packed, id(weight) in tied, is_drafter)
     return [*found.values()]
 
 
