@@ -59,7 +59,7 @@ class ModelSession:
         self._origin = 0  # context length at which the new tokens begin
         self._rules = GenerationRules.of(model)
         self._checkpoint: StateCheckpoint | None = None
-        parameters = inspect.signature(model.forward).parameters
+        parameters = _parameters(model)
         self._has_logits_to_keep = "logits_to_keep" in parameters
         # Recurrent models such as Mamba name the argument differently.
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
@@ -255,3 +255,10 @@ class ModelSession:
 
     def _upload(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self._device)
+
+
+def _parameters(model: Any) -> set[str]:
+    """The names of the arguments that a model takes. A wrapper that passes on any of them hides those of its class."""
+    own = inspect.signature(model.forward).parameters
+    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values())
+    return {*own, *(inspect.signature(type(model).forward).parameters if passes_on else ())}

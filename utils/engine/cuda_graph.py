@@ -1,11 +1,13 @@
 """The CUDA graph engine: decode steps and verify passes of a few widths are recorded once and then replayed.
 
-A replay launches all kernels of a forward pass at once, where Python and transformers launch them one by one. Prompts,
-batches, wide passes and other arguments run eagerly on the same cache. Sampling stays outside the graph.
+A replay launches all kernels of a forward pass at once. A graph repeats the same operations on the same addresses, so
+buffers and graphs form a slot, which outlives the cache of a run. Prompts, batches and wide passes run eagerly on it.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,11 +17,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from utils.decode.engine_forward import MAX_WIDTH
+from utils.decode.kv_cache import GrowingLayer
 from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length, is_spread
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
-from utils.engine.graph_cache import CudaRecorder, GraphCache, Outputs, Slot, SlotPool, recorded_cache
 from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
 from utils.engine.selftest import DIFFERENT_LOGITS
 from utils.engine.weight_format import EngineWeights
@@ -29,6 +31,206 @@ TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
 EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
 # What ModelSession passes. A call with anything else runs eagerly.
 ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+SMALLEST = 512  # positions of a slot; longer ones have twice as many each time
+WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
+SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
+Outputs = tuple[Tensor, ...]
+
+
+class CudaRecorder:
+    """Records CUDA graphs on one device. Their temporary memory is shared, since outputs are copied after a replay."""
+
+    device_type: ClassVar[str] = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Outputs]) -> Any:
+        """Return an object whose `replay` repeats the operations of `run` on the tensors that they used. Its `outputs`
+        keep their addresses and receive new values.
+        """
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = run()
+        return SimpleNamespace(outputs=outputs, replay=graph.replay)
+
+
+class Slot:
+    """The buffers of one sequence, and the graphs that were recorded on them."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
+        self.graphs: dict[Any, tuple[Tensor, Any]] = {}  # static input ids and graph, by what was recorded
+
+    def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
+        """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
+        if end > self.capacity or new[0].shape[0] != 1:
+            return None
+        if layer not in self.buffers:
+            # Zeros, because a NaN in a masked position would still make the attention of a row NaN.
+            shapes = [(*part.shape[:-2], self.capacity, part.shape[-1]) for part in new]
+            self.buffers[layer] = (new[0].new_zeros(shapes[0]), new[1].new_zeros(shapes[1]))
+        return self.buffers[layer]
+
+
+class SlotPool:
+    """The slots of a model that no cache uses at the moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._smallest = device, SMALLEST
+        self._spare: dict[int, list[Slot]] = {}
+
+    def take(self, length: int) -> Slot:
+        """Return a slot with room for `length` positions."""
+        capacity = self._smallest
+        while capacity < length:
+            capacity *= 2
+        spare = self._spare.get(capacity)
+        return spare.pop() if spare else Slot(capacity, self._device)
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back."""
+        spare = self._spare.setdefault(slot.capacity, [])
+        if len(spare) < SPARE_SLOTS:
+            spare.append(slot)
+
+    @contextmanager
+    def lengthened(self) -> Iterator[None]:
+        """Begin with slots of the second length, to compare the two."""
+        self._smallest = 2 * SMALLEST
+        try:
+            yield
+        finally:
+            self._smallest = SMALLEST
+
+
+class SlotLayer(GrowingLayer):
+    """Keys and values (B, heads, length, D) as views of a slot's buffers.
+
+    They leave the slot for buffers of their own when it has no room for them, for example for the rows of a beam.
+    """
+
+    _layer_type = None
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        super().__init__()
+        self.slot, self._index = slot, index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new positions, and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length, new = self.get_seq_length(), (key_states, value_states)
+        end = length + key_states.shape[-2]
+        buffers = self.slot.room(self._index, new, end) if self.in_slot() else None
+        if buffers is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer[..., length:end, :] = part
+        self.extend_to(end)
+        return self.keys, self.values
+
+    def in_slot(self) -> bool:
+        """Whether the keys lie in the slot, or there are none yet."""
+        if not self.get_seq_length():
+            return True
+        buffers = self.slot.buffers.get(self._index)
+        return buffers is not None and self.keys.data_ptr() == buffers[0].data_ptr()
+
+    def extend_to(self, length: int) -> None:
+        """Set the length, after positions were written to the slot."""
+        self.keys, self.values = (buffer[..., :length, :] for buffer in self.slot.buffers[self._index])
+
+    def move(self, slot: Slot, keys: Any, values: Any) -> None:
+        """Continue in another slot with these keys and values, if there are any."""
+        self.slot = slot
+        if keys is not None and keys.numel():
+            self.keys, self.values = keys[..., :0, :], values[..., :0, :]
+            self.update(keys, values)
+
+
+class GraphCache(DynamicCache):
+    """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache."""
+
+    def __init__(self, pool: SlotPool, layers: int) -> None:
+        super().__init__()
+        self._pool, self.slot = pool, pool.take(1)
+        self.layer_class_to_replicate = None
+        self.layers = [SlotLayer(self.slot, index) for index in range(layers)]
+
+    def __del__(self) -> None:
+        self._pool.give(self.slot)
+
+    def reserve(self, count: int) -> Slot | None:
+        """Return the slot with room for `count` more positions, or None if keys have left it."""
+        if not all(layer.in_slot() for layer in self.layers):
+            return None
+        needed, old = self.get_seq_length() + count, self.slot
+        if needed > old.capacity:
+            self.slot = self._pool.take(needed)
+            for layer in self.layers:
+                layer.move(self.slot, layer.keys, layer.values)
+            self._pool.give(old)
+        return self.slot
+
+    def advance(self, count: int) -> None:
+        """Add `count` positions that a graph has written."""
+        length = self.get_seq_length() + count
+        for layer in self.layers:
+            layer.extend_to(length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphCache":
+        twin = GraphCache(self._pool, len(self.layers))
+        twin.reserve(self.get_seq_length())
+        for own, layer in zip(self.layers, twin.layers, strict=True):
+            layer.move(twin.slot, own.keys, own.values)
+        return twin
+
+
+class RecordedLayer(DynamicLayer):
+    """A layer as a graph sees it: whole buffers, and positions that only the device knows."""
+
+    _layer_type = None
+    is_compileable = True  # so that transformers masks the positions that are not filled
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        super().__init__()
+        self._slot, self._index, self.is_initialized = slot, index, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new positions, and return the buffers."""
+        keys, values = self._slot.buffers[self._index]
+        positions = self._slot.position + torch.arange(key_states.shape[-2], device=keys.device)
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of the keys that attention sees, and the position of the first one."""
+        return self._slot.capacity, 0
+
+    def get_seq_length(self) -> Any:
+        """Return the number of earlier positions as a tensor, since a graph must not fix it."""
+        return self._slot.position
+
+
+def recorded_cache(slot: Slot) -> DynamicCache:
+    """The cache with which a graph is recorded on a slot."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = None
+    cache.layers = [RecordedLayer(slot, index) for index in sorted(slot.buffers)]
+    return cache
 
 
 class GraphForward:

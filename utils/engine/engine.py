@@ -24,7 +24,7 @@ from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, ti
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
-from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, install_compared, reason_of
+from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -107,9 +107,9 @@ class Engine:
         self._references: list[selftest.Reference] = []
         self._key = ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
-        self.costs: tuple[float, ...] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
+        self.costs: Sequence[float] = ()  # extra time of verify passes with 1, 2, ... drafts, in decode steps
         self.longer: LongerContext | None = None  # the same in a longer context
-        self.draft_seconds: dict[str, list[float]] = {}  # of drafters, by whatever the caller distinguishes
+        self.draft_seconds: dict[str, Sequence[float]] = {}  # of drafters, by whatever the caller distinguishes
         self.has_stored_costs = False  # whether the costs were measured at an earlier start
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
@@ -148,7 +148,7 @@ class Engine:
         """Like `use`, but test and measure everything again, whatever is stored. Raises UserError as `use` does."""
         self._check(name)
         if self.results is not None and (key := self._key_of(name, thread_count)):
-            self.results.drop(key)
+            self.results.put(key, {})  # a failure leaves none behind
         self.table = {}
         return self._prepare(name, thread_count, None, "complete")
 
@@ -307,20 +307,17 @@ class Engine:
 
     def _measured(self, names: Sequence[str], known: int) -> dict[str, EngineFigures]:
         """The figures of engines on a few layers. What does not fit into memory is not tried."""
-        table = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
-        needs = {name: self._engine.nbytes() + self._built(name).need() for name in names}
-        table = {name: replace(row, nbytes=needs[name]) for name, row in table.items()}
+        rows = {name: self._unmeasured(name, self._memory_problem(name)) for name in names}
+        held = self._engine.nbytes()
+        table = {name: replace(row, nbytes=held + self._built(name).need()) for name, row in rows.items()}
         tried = {name: LAYER_ENGINES[name] for name, row in table.items() if row.is_candidate}
         # On other devices than a CPU the number of threads hardly matters.
         on_cpu = self._target.device.type == "cpu"
         counts = [known] if known else machine.candidate_threads() if on_cpu else [torch.get_num_threads()]
         if len(tried) < 2 and len(counts) < 2:
             return table
-        trials = Trials(self._target, tried, self._weights, counts, self.report, self.meter)
-        figures = trials.run()
+        figures = Trials(self._target, tried, self._weights, counts, self.report, self.meter).run()
         release_memory()  # the few layers of all engines
-        if trials.reference is not None:
-            self._references = [trials.reference]
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 
     def _unmeasured(self, name: str, problem: str) -> EngineFigures:
@@ -336,9 +333,7 @@ class Engine:
                 self._add_references(passed=extent == "later")
             torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
-            install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
-            failure = install_compared(engine, self._target, install, self._differs)
-            failure = failure or engine.self_test(count, self.report, extent)
+            failure = self._installed(engine, name) or engine.self_test(count, self.report, extent)
             failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
@@ -356,11 +351,22 @@ class Engine:
             self._engine = engine
         return failed
 
+    def _installed(self, engine: PlainEngine, name: str) -> str:
+        """Install an engine and compare its logits. Returns why it failed."""
+        install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
+        failure = install() or self._differs()
+        if failure and engine.has_own_forward and "forward" in vars(self._target):
+            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
+            engine.has_own_forward = False
+            failure = install() or self._differs()
+        return failure
+
     def _add_references(self, *, passed: bool) -> None:
         """Compute the logits of models with weights of their own that are not known yet."""
         for model in selftest.own_models(self._models):
             if not any(model is reference.model for reference in self._references):
-                self._references.append(selftest.Reference.of(model, self._weights, passed=passed))
+                weights = self._weights if model is self._target else self._weights.for_drafter()
+                self._references.append(selftest.Reference.of(model, weights, passed=passed))
                 release_memory()  # the layers that they were computed with
 
     def _differs(self) -> str:

@@ -4,12 +4,13 @@ A verify pass then gives exactly the logits of single decode steps, so greedy te
 bit. On a CPU in float32 it is faster than the plain layers as well.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from utils.decode.model_info import is_spread
@@ -17,15 +18,17 @@ from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.compiled_drafter import CompiledDrafter
+from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.kernels import KnownLayers, blocked_builder, compiled_builder
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import restore_linears, swap_linears
+from utils.engine.module_swap import Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import release
+from utils.engine.stored_weights import data, release
+from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
+BLOCK_ROWS = 32  # of BlockedKernel
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
@@ -61,7 +64,7 @@ class InvariantEngine(PlainEngine):
         self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
         is_compiled = _is_compiled(self._models[0])
-        builder = compiled_builder(self._format, KnownLayers.of(self._models)) if is_compiled else blocked_builder
+        builder = CompiledBuilder(self._format, self._models) if is_compiled else blocked_builder
         swap_linears([*self._models, *self._helpers], builder, report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
@@ -71,7 +74,7 @@ class InvariantEngine(PlainEngine):
                 model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        if _is_compiled(self._models[0]):
+        if is_compiled:
             self._compile_drafters()
         return ""
 
@@ -86,21 +89,22 @@ class InvariantEngine(PlainEngine):
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
         every = selftest.TILED_WIDTHS if _is_compiled(self._models[0]) else selftest.EVERY_WIDTH
-        own, tests = selftest.own_models(self._models), list[Callable[[], str]]()
+        own = selftest.own_models(self._models)
         if extent == "later":
-            tests += (partial(selftest.slice_dependence, model, thread_count, report) for model in own)
+            failures = (selftest.slice_dependence(model, thread_count, report) for model in own)
         else:
             test = partial(selftest.width_dependence, complete=extent == "complete", report=report)
             # The layers of a drafter that was cut out of the target are tested with the target.
             widths = [every if any(model is other for other in own) else () for model in self._models]
-            tests += (partial(test, *pair, thread_count) for pair in zip(self._models, widths, strict=True))
-        return next(filter(None, (test() for test in tests)), "")
+            failures = (test(*pair, thread_count) for pair in zip(self._models, widths, strict=True))
+        return next(filter(None, failures), "")
 
     def remove(self) -> None:
         """Put nn.Linear layers and the original attention back."""
         if self._installed:
             for model in self._models:
-                vars(model).pop("forward", None)
+                if isinstance(vars(model).get("forward"), LeanDecoder):  # and no wrapper of a library
+                    del model.forward
             for helper in self._helpers:
                 vars(helper).pop("compiled", None)
             restore_linears([*self._models, *self._helpers])
@@ -146,3 +150,79 @@ def _unsupported(model: PreTrainedModel) -> str:
     if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
         return "quantized layers keep their own kernels"
     return ""
+
+
+class BlockedKernel:
+    """Any device and number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        padded = pad(rows, (0, 0, 0, -len(rows) % BLOCK_ROWS))
+        products = [linear(block, self._weight, self._bias) for block in padded.split(BLOCK_ROWS)]
+        return torch.cat(products)[: len(rows)].view(*x.shape[:-1], -1)
+
+    def weight(self) -> Tensor:
+        return self._weight
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (part for part in (self._weight, self._bias) if part is not None)
+
+
+class CompiledBuilder:
+    """Builds one compiled kernel for layers with the same input, in the format of `weights`. float32 weights whose file
+    holds them in bfloat16 stay there, because the values are the same.
+
+    models: the target first. A drafter's own layers have the format of drafters; those of no model have no name.
+    """
+
+    def __init__(self, weights: EngineWeights, models: Sequence[PreTrainedModel]) -> None:
+        self._weights = weights
+        self._known = {
+            id(part): (name, weights if model is models[0] else weights.for_drafter())
+            for model in models
+            for name, part in model.named_modules()
+        }
+        self._heads = {id(model.get_output_embeddings().weight) for model in models}
+
+    def __call__(self, layers: Sequence[nn.Linear]) -> Kernel:
+        forms = [self._form(layer) for layer in layers]
+        tensors = [form for form in forms if isinstance(form, Tensor)]
+        blocks = [form for form in forms if isinstance(form, BlockWeight)]
+        if not blocks and len({tensor.dtype for tensor in tensors}) == 1:
+            return CompiledKernel(tensors, _joined_bias(layers))
+        if not tensors and have_one_form(blocks):
+            return CompiledKernel(blocks, _joined_bias(layers))
+        parts = zip(forms, layers, strict=True)
+        return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
+
+    def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
+        name, weights = self._known.get(id(layer), ("", self._weights))
+        form = weights.form(name, layer.weight, is_head=id(layer.weight) in self._heads)
+        return form if isinstance(form, BlockWeight) else _shortened(form)
+
+
+def blocked_builder(layers: Sequence[nn.Linear]) -> Kernel:
+    """Return one BlockedKernel for layers with the same input."""
+    weights = [data(layer.weight) for layer in layers]
+    return BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))
+
+
+def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """The biases of layers as one, or None if they have none."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    return torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
+
+
+def _shortened(form: Tensor) -> Tensor:
+    """A weight in bfloat16 if that holds the same values."""
+    if form.dtype == torch.bfloat16:
+        return form
+    for part in (form[:1], form):  # most weights differ in the first row
+        short = part.bfloat16()
+        if not torch.equal(short.float(), part.float()):
+            return form
+    return short

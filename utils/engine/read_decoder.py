@@ -4,7 +4,7 @@ A variation that is not known must not be computed wrongly. Therefore only the m
 module must be of a class that the type is known to have, and every parameter must have found its place in the spec.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -26,67 +26,41 @@ class Windows(Enum):
     BY_TYPE = 2  # those that config.layer_types calls "sliding_attention"
 
 
-class HeadNorms(Enum):
-    """What the norms of the queries and keys, q_norm and k_norm, are computed over."""
-
-    NONE = 0
-    EACH_HEAD = 1
-    ALL_HEADS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """The names of a layer's norms; None for a norm that the layer does not have."""
-
-    input: str | None = "input_layernorm"
-    attention_output: str | None = None
-    mlp: str | None = "post_attention_layernorm"
-    mlp_output: str | None = None
-
-
-PRE_NORMS = NormNames()
-POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-SANDWICH_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a model type differs from Llama.
-
-    norm_offset: norms multiply by weight + norm_offset. fused: q, k, v are one parameter, gate and up another.
-    partial_rotary: rotary positions may rotate a part of each head. multipliers: the embedding, the residual branches
-    and the logits are scaled as in Granite. softcap: the logits are capped by config.final_logit_softcapping.
+    """What the modules of a model type do not show. norm_offset: norms multiply by weight + norm_offset.
+    partial_rotary: rotary positions may rotate a part of each head.
     """
 
-    norms: NormNames = PRE_NORMS
-    head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
     norm_offset: float = 0.0
-    fused: bool = False
     partial_rotary: bool = False
-    multipliers: bool = False
-    softcap: bool = False
 
 
 FAMILIES = {
     "gemma": Family(norm_offset=1.0),
-    "gemma2": Family(SANDWICH_NORMS, windows=Windows.BY_TYPE, norm_offset=1.0, softcap=True),
-    "gemma3_text": Family(SANDWICH_NORMS, HeadNorms.EACH_HEAD, Windows.BY_TYPE, norm_offset=1.0, softcap=True),
-    "granite": Family(multipliers=True),
+    "gemma2": Family(Windows.BY_TYPE, norm_offset=1.0),
+    "gemma3_text": Family(Windows.BY_TYPE, norm_offset=1.0),
+    "granite": Family(),
     "llama": Family(),
-    "ministral": Family(windows=Windows.BY_TYPE),
-    "mistral": Family(windows=Windows.ALL),
-    "olmo2": Family(POST_NORMS, HeadNorms.ALL_HEADS),
-    "olmo3": Family(POST_NORMS, HeadNorms.ALL_HEADS, Windows.BY_TYPE),
-    "phi3": Family(windows=Windows.ALL, fused=True, partial_rotary=True),
-    "qwen2": Family(windows=Windows.BY_TYPE),
-    "qwen3": Family(head_norms=HeadNorms.EACH_HEAD, windows=Windows.BY_TYPE),
-    "smollm3": Family(windows=Windows.BY_TYPE),
+    "ministral": Family(Windows.BY_TYPE),
+    "mistral": Family(Windows.ALL),
+    "olmo2": Family(),
+    "olmo3": Family(Windows.BY_TYPE),
+    "phi3": Family(Windows.ALL, partial_rotary=True),
+    "qwen2": Family(Windows.BY_TYPE),
+    "qwen3": Family(Windows.BY_TYPE),
+    "smollm3": Family(Windows.BY_TYPE),
 }
-
-
+# The names of a layer's norms before and after attention, before and after the MLP, by a norm that only some have.
+NORM_NAMES: dict[str, tuple[str | None, ...]] = {
+    "pre_feedforward_layernorm": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "post_feedforward_layernorm": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "input_layernorm": ("input_layernorm", None, "post_attention_layernorm", None),
+}
 # The classes of a family, after its own name: LlamaAttention, Gemma3TextModel.
 OWN_CLASSES = (
     *("ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"),
@@ -124,15 +98,12 @@ def check_modules(model: PreTrainedModel) -> None:
             raise Unreadable(f"its module {name or 'itself'} is of the unknown class {kind.__name__}")
         if module.training and kind is not nn.ModuleList:  # a layer cut has a new list, which computes nothing
             raise Unreadable("it is in training mode")
-        if "forward" in vars(module) or any(map(_changes, _hooks(module))):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if "forward" in vars(module) or any(map(_changes_outputs, hooks)):
             raise Unreadable(f"a hook changes its module {name}" if name else "a hook changes its forward pass")
 
 
-def _hooks(module: nn.Module) -> list[Callable[..., object]]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _changes(hook: Callable[..., object]) -> bool:
+def _changes_outputs(hook: object) -> bool:
     return getattr(hook, "__module__", "") != HARMLESS_HOOKS and not getattr(hook, "keeps_outputs", False)
 
 
@@ -184,7 +155,11 @@ class _Reader:
         self.family = FAMILIES[model.config.model_type]
         self.heads, self.kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         self.hidden = self.config.hidden_size
-        self.head_dim: int = model.model.layers[0].self_attn.head_dim
+        first: Any = model.model.layers[0]
+        self.head_dim: int = first.self_attn.head_dim
+        self.norm_names = next(names for own, names in NORM_NAMES.items() if hasattr(first, own))
+        self.has_softcap = hasattr(first.self_attn, "attn_logit_softcapping")
+        self.has_multipliers = hasattr(first, "residual_multiplier")
         self.rope_types: list[str | None] = []  # of the tables, in the order of DecoderSpec.ropes
         self._read: set[str] = set()
 
@@ -208,8 +183,8 @@ class _Reader:
             ropes=ropes,
             final_norm=self.norm("model.norm", self.hidden),
             head=head,
-            logit_scale=1.0 / self.config.logits_scaling if self.family.multipliers else 1.0,
-            logit_softcap=self.config.final_logit_softcapping if self.family.softcap else None,
+            logit_scale=1.0 / self.config.logits_scaling if self.has_multipliers else 1.0,
+            logit_softcap=self.config.final_logit_softcapping if self.has_softcap else None,
         )
         if unread := sorted({name for name, _ in self.model.named_parameters()} - self._read):
             raise Unreadable(f"its parameter {unread[0]} is not known")
@@ -218,55 +193,57 @@ class _Reader:
     def layer(self, index: int) -> LayerSpec:
         """Return layer `index`."""
         name = f"model.layers.{index}"
-        layer, norms = self.model.get_submodule(name), self.family.norms
+        layer: Any = self.model.get_submodule(name)
         self.check_attention(layer.self_attn)
-        query, key, value = self.projections(f"{name}.self_attn")
-        gate, up = self.gate_and_up(f"{name}.mlp")
-        query_norm, key_norm = self.head_norms(f"{name}.self_attn")
+        heads = [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]
+        query, key, value = self.joined(f"{name}.self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), heads)
+        inner = [self.config.intermediate_size] * 2
+        gate, up = self.joined(f"{name}.mlp", "gate_up_proj", ("gate_proj", "up_proj"), inner)
+        norms = [None if own is None else self.norm(f"{name}.{own}", self.hidden) for own in self.norm_names]
         return LayerSpec(
-            input_norm=self.layer_norm(name, norms.input),
+            input_norm=norms[0],
             query=query,
             key=key,
             value=value,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            output=self.linear(f"{name}.self_attn.o_proj", self.hidden, self.heads * self.head_dim),
-            attention_output_norm=self.layer_norm(name, norms.attention_output),
-            mlp_norm=self.layer_norm(name, norms.mlp),
+            query_norm=self.head_norm(f"{name}.self_attn.q_norm", self.heads),
+            key_norm=self.head_norm(f"{name}.self_attn.k_norm", self.kv_heads),
+            output=self.linear(f"{name}.self_attn.o_proj", self.hidden, heads[0]),
+            attention_output_norm=norms[1],
+            mlp_norm=norms[2],
             gate=gate,
             up=up,
-            down=self.linear(f"{name}.mlp.down_proj", self.hidden, self.config.intermediate_size),
-            mlp_output_norm=self.layer_norm(name, norms.mlp_output),
-            activation=self.activation(layer.mlp),
+            down=self.linear(f"{name}.mlp.down_proj", self.hidden, inner[0]),
+            mlp_output_norm=norms[3],
+            activation=ACTIVATION_NAMES[type(getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn)],
             window=self.window(index),
             rope=self.rope_index(index),
             scaling=float(layer.self_attn.scaling),
-            residual_scale=float(layer.residual_multiplier) if self.family.multipliers else 1.0,
+            residual_scale=float(layer.residual_multiplier) if self.has_multipliers else 1.0,
         )
 
     def check_attention(self, attention: Any) -> None:
         """Raise Unreadable if the attention scores are computed in a way that LayerSpec does not describe."""
-        if self.family.softcap and attention.attn_logit_softcapping is not None:
+        if self.has_softcap and attention.attn_logit_softcapping is not None:
             raise Unreadable("its attention scores are capped")
         if not attention.is_causal:
             raise Unreadable("its attention is not causal")
         if (attention.head_dim, attention.num_key_value_groups) != (self.head_dim, self.heads // self.kv_heads):
             raise Unreadable("its layers have different numbers of heads")
 
-    def projections(self, name: str) -> list[Linear]:
-        """Return the projections of the queries, keys and values of an attention module."""
-        sizes = [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]
-        if self.family.fused:
-            return self.parts(f"{name}.qkv_proj", sizes)
-        parts = zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)
-        return [self.linear(f"{name}.{part}", size, self.hidden) for part, size in parts]
-
-    def gate_and_up(self, name: str) -> list[Linear]:
-        """Return the projections that enter an MLP."""
-        size = self.config.intermediate_size
-        if self.family.fused:
-            return self.parts(f"{name}.gate_up_proj", [size, size])
-        return [self.linear(f"{name}.{part}", size, self.hidden) for part in ("gate_proj", "up_proj")]
+    def joined(self, parent: str, fused: str, names: Sequence[str], sizes: Sequence[int]) -> list[Linear]:
+        """Return linear layers that read the same input: those of these names, or row ranges of the one that is called
+        `fused`, as views.
+        """
+        if not hasattr(self.model.get_submodule(parent), fused):
+            parts = zip(names, sizes, strict=True)
+            return [self.linear(f"{parent}.{name}", size, self.hidden) for name, size in parts]
+        name, found, first = f"{parent}.{fused}", list[Linear](), 0
+        whole = self.linear(name, sum(sizes), self.hidden)
+        for size in sizes:
+            rows = slice(first, first := first + size)
+            bias = None if whole.bias is None else whole.bias.detach()[rows]
+            found.append(Linear(f"{name}[{rows.start}:{rows.stop}]", rows_of(whole.weight, rows), bias))
+        return found
 
     def linear(self, name: str, rows: int, columns: int) -> Linear:
         """Return a linear layer. Raises Unreadable if its weight is not (rows, columns)."""
@@ -276,15 +253,6 @@ class _Reader:
             bias = self.tensor(f"{name}.bias", rows)
         return Linear(name, weight, bias)
 
-    def parts(self, name: str, sizes: list[int]) -> list[Linear]:
-        """Return the row ranges of a linear layer that computes several, as views."""
-        whole, parts, first = self.linear(name, sum(sizes), self.hidden), [], 0
-        for size in sizes:
-            rows = slice(first, first := first + size)
-            bias = None if whole.bias is None else whole.bias.detach()[rows]
-            parts.append(Linear(f"{name}[{rows.start}:{rows.stop}]", rows_of(whole.weight, rows), bias))
-        return parts
-
     def norm(self, name: str, size: int) -> Norm:
         """Return an RMS norm over `size` values."""
         module = self.model.get_submodule(name)
@@ -293,18 +261,13 @@ class _Reader:
             weight = weight.detach().float() + self.family.norm_offset
         return Norm(weight, float(module.eps if hasattr(module, "eps") else module.variance_epsilon))
 
-    def layer_norm(self, layer: str, name: str | None) -> Norm | None:
-        """Return a norm over the hidden size, if the family has it."""
-        return None if name is None else self.norm(f"{layer}.{name}", self.hidden)
-
-    def head_norms(self, name: str) -> tuple[Norm | None, Norm | None]:
-        """Return the norms of the queries and keys of an attention module."""
-        if self.family.head_norms is HeadNorms.NONE:
-            return None, None
-        each = self.family.head_norms is HeadNorms.EACH_HEAD
-        heads, kv_heads = (1, 1) if each else (self.heads, self.kv_heads)
-        query = self.norm(f"{name}.q_norm", heads * self.head_dim)
-        return query, self.norm(f"{name}.k_norm", kv_heads * self.head_dim)
+    def head_norm(self, name: str, heads: int) -> Norm | None:
+        """Return a norm of queries or keys, if there is one, over each head or over all heads together."""
+        parent, _, own = name.rpartition(".")
+        norm: Any = getattr(self.model.get_submodule(parent), own, None)
+        if norm is None:
+            return None
+        return self.norm(name, self.head_dim if len(norm.weight) == self.head_dim else heads * self.head_dim)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a parameter and remember that it was read. Raises Unreadable if its shape differs."""
@@ -331,11 +294,7 @@ class _Reader:
         embedding = self.model.model.embed_tokens
         if type(embedding) is not nn.Embedding:
             return float(embedding.embed_scale.to(embedding.weight.dtype))
-        return float(self.model.model.embedding_multiplier) if self.family.multipliers else 1.0
-
-    def activation(self, mlp: Any) -> str:
-        """Return the name of the function between the projections of an MLP."""
-        return ACTIVATION_NAMES[type(mlp.activation_fn if self.family.fused else mlp.act_fn)]
+        return float(self.model.model.embedding_multiplier) if self.has_multipliers else 1.0
 
     def window(self, index: int) -> int | None:
         """Return the sliding window of a layer. Raises Unreadable if the model contradicts itself."""

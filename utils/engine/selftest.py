@@ -132,16 +132,11 @@ class Reference:
     def difference(self) -> str:
         """Describe how logits of the model differ now. Empty if they do not."""
         part = self.model if self.depth is None else chosen_layers(self.model, range(self.depth))
-        return deviation(part, self.logits, exact=self.exact, prefix=self.prefix)
-
-
-def deviation(part: PreTrainedModel, reference: Tensor, *, exact: bool, prefix: int = LONG_PREFIX) -> str:
-    """Describe how logits differ from those of a reference (POSITIONS, V). Empty if they do not."""
-    logits = sample_logits(part, prefix)[:, : reference.shape[1]]
-    if exact:
-        return DIFFERENT_LOGITS if differ_beyond_rounding(logits, reference) else ""
-    share = float((logits.float() - reference).norm() / reference.norm())
-    return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
+        logits = sample_logits(part, self.prefix)[:, : self.logits.shape[1]]
+        if self.exact:
+            return DIFFERENT_LOGITS if differ_beyond_rounding(logits, self.logits) else ""
+        share = float((logits.float() - self.logits).norm() / self.logits.norm())
+        return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
 
 
 def sample_logits(model: PreTrainedModel, prefix: int = LONG_PREFIX) -> Tensor:

@@ -37,43 +37,35 @@ MAX_ENTRIES = 32  # of a file
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """Entries in a JSON file. Its folder need not exist yet. format, version: what the entries are."""
+    """Entries in a JSON file, the newest ones last. Its folder need not exist yet."""
 
     path: Path
-    format: str
-    version: int
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The entry with this key, if there is one."""
+        """The entry with this key, if there is one. Its sequences are tuples, as they were before JSON."""
         entry = self._entries().get(key)
-        return entry if isinstance(entry, dict) else None
+        return _with_tuples(entry) if isinstance(entry, dict) else None
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
         """Store an entry in place of an earlier one. Does nothing if the file cannot be written."""
         entries = self._entries()
         entries.pop(key, None)  # so that it becomes the newest
-        self._write({**entries, key: entry})
-
-    def drop(self, key: str) -> None:
-        """Forget an entry."""
-        entries = self._entries()
-        if entries.pop(key, None) is not None:
-            self._write(entries)
-
-    def _entries(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            if (content["format"], content["version"]) == (self.format, self.version):
-                return dict(content["entries"])
-        return {}
-
-    def _write(self, entries: Mapping[str, Any]) -> None:
-        newest = dict([*entries.items()][-MAX_ENTRIES:])
-        content = json.dumps({"format": self.format, "version": self.version, "entries": newest}, indent=1)
+        content = json.dumps(dict([*entries.items(), (key, entry)][-MAX_ENTRIES:]), indent=1)
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path, overwrite=True) as file:
                 file.write(content.encode() + b"\n")
+
+    def _entries(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError, RecursionError, TypeError):
+            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        return {}
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tuples(part) for key, part in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,33 +81,23 @@ class StoredResult:
     threads: int
     tested_on: str
     step_seconds: float
-    costs: tuple[float, ...]
+    costs: Sequence[float]
     longer: LongerContext | None = None
-    draft_seconds: Mapping[str, list[float]] = field(default_factory=dict)
+    draft_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     table: Mapping[str, EngineFigures] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class ResultFile(EntryFile):
     """The file of results."""
 
-    format: str = "results of the engine's self-test"
-    version: int = 5
-
     def result(self, key: str) -> StoredResult | None:
         """The result with this key, if there is one."""
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            if (entry := self.get(key)) is not None:
-                if entry["longer"] is not None:
-                    entry["longer"] = LongerContext(**_with_tuples(entry["longer"]))
-                table = {name: EngineFigures(**_with_tuples(row)) for name, row in entry["table"].items()}
-                return StoredResult(**_with_tuples(entry) | {"table": table})
+        with suppress(KeyError, TypeError, AttributeError):
+            if entry := self.get(key):
+                longer = entry["longer"] and LongerContext(**entry["longer"])
+                table = {name: EngineFigures(**row) for name, row in entry["table"].items()}
+                return StoredResult(**entry | {"longer": longer, "table": table})
         return None
-
-
-def _with_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry whose costs are tuples, as they were before JSON."""
-    return {**entry, "costs": tuple(tuple(cost) if isinstance(cost, list) else cost for cost in entry["costs"])}
 
 
 def result_key(models: str, **options: object) -> str:

@@ -9,21 +9,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import partial
 from math import inf
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
-from utils.engine import selftest
 from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
 from utils.engine.forward_timing import ForwardProbe
 from utils.engine.layer_engine import PlainEngine, Report, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
-from utils.freed_memory import release_memory
 
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
 EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so many, and at most
@@ -100,7 +96,7 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: the classes of the engines by name. weights: the format in which they compute. thread_counts: the numbers
-    of threads to measure. reference: what they were compared with, if that is the beginning of the model.
+    of threads to measure. Logits are not compared: the self-test does that with the engine that is chosen.
     """
 
     model: PreTrainedModel
@@ -109,26 +105,18 @@ class Trials:
     thread_counts: Sequence[int]
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
-    reference: selftest.Reference | None = None
     _probes: dict[str, Mapping[int, ForwardProbe]] = field(default_factory=dict)  # by engine and number of layers
-    _samples: dict[str, dict[int, dict[int, list[float]]]] = field(default_factory=dict)  # by engine, width and layers
+    _samples: dict[str, dict[tuple[int, int], list[float]]] = field(default_factory=dict)  # by engine: width, layers
 
     def run(self) -> dict[str, EngineFigures]:
         """Measure the engines and return their figures. The model is unchanged, also after an error."""
         today = date.today().isoformat()
-        self._rows = {
-            name: EngineFigures(promise=build.promise, estimated=True, measured_on=today)
-            for name, build in self.builders.items()
-        }
+        self._rows = {name: EngineFigures(estimated=True, measured_on=today) for name in self.builders}
         self._plan = SlicePlan.of(self.model)
         left_out = _layer_count(self.model) - len(self._plan.order)
         # Read before each pass, because the other layers of a whole model empty the processor's caches.
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
-        part, logits = self._computed_slice()
-        self._for_each(partial(self._prepare, part, logits), [PLAIN] if PLAIN in self.builders else [])
-        del part
-        release_memory()  # it is as large as all other engines together
-        self._for_each(partial(self._prepare, None, logits), [name for name in self.builders if name != PLAIN])
+        self._for_each(self._prepare, self.builders)
         self._for_each(self._choose_threads, self.builders if len(self.thread_counts) > 1 else ())
         self._measure_widths()
         self._for_each(self._finish, self.builders)
@@ -143,43 +131,32 @@ class Trials:
                 except Exception as error:
                     self._rows[name] = failed_figures(error, self._rows[name])
 
-    def _computed_slice(self) -> tuple[PreTrainedModel, Tensor]:
-        """The slice as transformers computes it with the weights that the engines have, and its logits."""
-        self.report("engines: reading a few layers")
-        part, depth = self._plan.slice_of(self.model), len(self._plan.order)
-        selftest.read_weights(part, self.weights)
-        if not set(self.builders) - {PLAIN}:
-            return part, torch.empty(0)
-        logits = selftest.sample_logits(part)
-        if self._plan.order == (*range(depth),) and depth >= selftest.COMPARED_LAYERS:
-            self.reference = selftest.Reference(self.model, depth, logits, exact=self.weights.as_loaded)
-        return part, logits
-
-    def _prepare(self, part: PreTrainedModel | None, logits: Tensor, name: str) -> None:
-        """Let an engine compute a slice. part: that of the plain engine, whose logits need not be compared."""
+    def _prepare(self, name: str) -> None:
+        """Let an engine compute a few layers."""
         self.report(f"engine {name}: preparing a few layers")
         torch.set_num_threads(self.thread_counts[0])
-        own = self._plan.slice_of(self.model) if part is None else part
-        engine = self.builders[name]([own], [], self.weights)
-        exact, install = self.weights.as_loaded, partial(engine.install, self.report)
-        differs = partial(selftest.deviation, own, logits, exact=exact) if part is None else lambda: ""
-        if failure := install_compared(engine, own, install, differs):
+        part = self._plan.slice_of(self.model)
+        engine = self.builders[name]([part], [], self.weights)
+        if failure := engine.install(self.report):
             self._rows[name] = replace(self._rows[name], problem=FAILED.format(failure))
             return
         self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
-        self._probes[name] = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(own).items()}
+        self._probes[name] = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(part).items()}
         self._samples[name] = {}
 
     def _choose_threads(self, name: str) -> None:
-        """Choose the smallest number of threads that no larger one clearly beats."""
+        """Choose the smallest number of threads that no larger one clearly beats, by decode steps and wide passes: a
+        decode step mostly waits for memory, so that one thread may be as fast as several.
+        """
         samples: dict[int, list[float]] = {}
-        start = self.meter.clock()
+        start, probe = self.meter.clock(), self._deepest(name)
+        wide = min(COMPARED_WIDTHS[-1], probe.max_width)
         for turn in range(THREAD_TURNS):  # numbers take turns, so that other load affects all of them alike
             fastest = inf
             for count in self.thread_counts:
                 torch.set_num_threads(count)
                 self.report(f"engine {name}: measuring with {count} thread{'s' if count > 1 else ''}")
-                seconds = self._step_and_wide(name)
+                seconds = self._pass(probe, wide) + min(self._pass(probe, 1) for _ in range(STEPS))
                 if turn:  # the first turn warms up
                     samples.setdefault(count, []).append(seconds)
                     fastest = min(fastest, seconds)
@@ -189,14 +166,6 @@ class Trials:
                 break
         best = fewest_threads({count: min(times) for count, times in samples.items()})
         self._rows[name] = replace(self._rows[name], threads=best)
-
-    def _step_and_wide(self, name: str) -> float:
-        """The shortest of a few decode steps, and the time of a wide pass. A decode step mostly waits for memory, so
-        that one thread may be as fast as several. Wide passes do not.
-        """
-        probe = self._deepest(name)
-        wide = self._pass(probe, min(COMPARED_WIDTHS[-1], probe.max_width))
-        return wide + min(self._pass(probe, 1) for _ in range(STEPS))
 
     def _pass(self, probe: ForwardProbe, width: int) -> float:
         """Seconds of a forward pass."""
@@ -213,7 +182,8 @@ class Trials:
         for turn in range(1, MAX_TURNS + 1):
             self.report(f"engines: measuring verify passes, turn {turn}")
             self._for_each(self._turn, names if turn % 2 else reversed(names))
-            steps = {name: sum(map(min, self._samples[name][1].values())) for name in names if self._samples.get(name)}
+            samples = {name: self._samples[name] for name in names if self._rows[name].is_candidate}
+            steps = {name: sum(min(own[1, depth]) for depth in self._plan.factors) for name, own in samples.items()}
             # One turn of an engine that is far slower is enough.
             names = [name for name in steps if steps[name] <= MAX_SLOWNESS * min(steps.values())]
             if turn >= MIN_TURNS and self.meter.clock() - start > ENOUGH:
@@ -221,22 +191,23 @@ class Trials:
 
     def _turn(self, name: str) -> None:
         torch.set_num_threads(self._rows[name].threads)
-        for probe in self._probes[name].values():
+        probes = self._probes[name]
+        for probe in probes.values():
             probe.forward(1)  # wakes the threads after those of another engine
         for width in (1, *COMPARED_WIDTHS):
-            for depth, probe in self._probes[name].items():
+            for depth, probe in probes.items():
                 if width <= probe.max_width:
-                    by_depth = self._samples[name].setdefault(width, {})
-                    by_depth.setdefault(depth, []).append(self._pass(probe, width))
+                    self._samples[name].setdefault((width, depth), []).append(self._pass(probe, width))
 
     def _finish(self, name: str) -> None:
         """From the samples to figures, and the speed of a prefill."""
         self.report(f"engine {name}: reading a long prompt")
         torch.set_num_threads(self._rows[name].threads)
-        totals = {
-            width: self._plan.total({depth: lower_quartile(times) for depth, times in by_depth.items()})
-            for width, by_depth in self._samples[name].items()
-        }
+        totals, samples = dict[int, float](), self._samples[name]
+        for width in dict.fromkeys(width for width, _ in samples):
+            totals[width] = self._plan.total(
+                {depth: lower_quartile(samples[width, depth]) for depth in self._plan.factors}
+            )
         step = totals[1]
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
         costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
@@ -266,21 +237,6 @@ def fewest_threads(seconds: Mapping[int, float]) -> int:
         if seconds[count] < WORTHWHILE * seconds[best]:
             best = count
     return best
-
-
-def install_compared(
-    engine: PlainEngine, model: PreTrainedModel, install: Callable[[], str], differs: Callable[[], str]
-) -> str:
-    """Install an engine and compare its logits. Returns why it failed.
-
-    If a forward pass of its own has other logits, that of transformers over the same kernels may have the right ones.
-    """
-    failure = install() or differs()
-    if failure and engine.has_own_forward and "forward" in vars(model):
-        engine.remove()
-        engine.has_own_forward = False
-        failure = install() or differs()
-    return failure
 
 
 def failed_figures(error: Exception, row: EngineFigures) -> EngineFigures:

@@ -55,6 +55,7 @@ class BlockWeight:
     def dense(self) -> Tensor:
         """Return the weight as float32 (N, K): one rounding for the product and one for the sum."""
         scales = self.scales.float()[:, :, None]
+        # Converted first, because PyTorch multiplies integers by floats slowly.
         grouped = self.values.float().unflatten(1, (-1, self.group)).mul_(scales)
         if self.shifts is not None or self.offset:
             grouped += self.offset * scales + (0.0 if self.shifts is None else self.shifts.float()[:, :, None])

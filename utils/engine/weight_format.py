@@ -68,19 +68,13 @@ class EngineWeights:
         source = origin_of(weight)
         layer = layer if source is None else source.name  # cut models have other names
         own = getattr(source.source if isinstance(source, RowsOf) else source, "blocks", None)
-        for blocks in (self.blocks, self.drafter_blocks) if own is None else (own,):
-            block = (blocks or {}).get(layer)
-            if block is not None and part:
-                start, end = map(int, part.rstrip("]").split(":"))
-                block = block.rows(start, end)
-            # Another model may have the same names but not these weights, and columns may have been reordered.
-            if block is not None and (own is not None or _is_equal(block, weight)):
-                return block
-        return None
-
-
-def _is_equal(block: BlockWeight, weight: Tensor) -> bool:
-    return block.shape == weight.shape and torch.equal(block.dense(), data(weight))
+        block = ((self.blocks if own is None else own) or {}).get(layer)
+        if block is not None and part:
+            start, end = map(int, part.rstrip("]").split(":"))
+            block = block.rows(start, end)
+        # Columns may have been reordered as the file was read.
+        is_other = block is None or (own is None and not torch.equal(block.dense(), data(weight)))
+        return None if is_other else block
 
 
 def _needs_8_bits(name: str, weight: Tensor) -> bool:
@@ -119,16 +113,17 @@ def tensor_bytes(parts: Iterable[nn.Module]) -> int:
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """The weight of a linear layer. nbytes: as loaded. stored: in the number format of its file. is_held: in memory.
-    is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
+    is_packed: by an engine. is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
     """
 
     name: str
     count: int
     nbytes: int
     stored: int
-    is_held: bool = False
-    is_tied: bool = False
-    is_drafter: bool = False
+    is_held: bool
+    is_packed: bool
+    is_tied: bool
+    is_drafter: bool
 
 
 def placeholder_bytes(models: Sequence[PreTrainedModel]) -> int:
@@ -148,13 +143,9 @@ def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
 
 def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module | None = None) -> int:
     """Return the bytes, in an engine's format, of the weights that a model leaves to files and to the engine."""
-    other = set() if besides is None else {id(weight) for weight in besides.parameters()}
-    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    return sum(
-        _bytes(_Matrix(name, part.weight.numel(), part.weight.nbytes, _stored_bytes(part.weight)), weights)
-        for name, part in linears
-        if part.weight.is_meta and id(part.weight) not in other
-    )
+    found = _matrices([model] if besides is None else [besides, model])
+    own = [matrix for matrix in found if besides is None or matrix.is_drafter]
+    return sum(_bytes(matrix, weights) for matrix in own if not (matrix.is_held or matrix.is_packed))
 
 
 def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int) -> str:
@@ -181,8 +172,11 @@ def _working_bytes(models: Sequence[PreTrainedModel]) -> int:
     return 5 * largest + sum(cache_bytes(model, CONTEXT) for model in models) + BUFFERS
 
 
-def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
-    """The weights of all linear layers, those that models share once, whether an engine has replaced them or not."""
+def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
+    """The weights of all linear layers, those that models share once, whether an engine has replaced them or not.
+
+    models: the target first.
+    """
     parts = [(name, part, model) for model in models for name, part in model.named_modules()]
     tied = {id(part.weight) for _, part, _ in parts if isinstance(part, nn.Embedding)}
     found: dict[object, _Matrix] = {}
@@ -192,9 +186,10 @@ def _matrices(models: Sequence[PreTrainedModel]) -> list[_Matrix]:
         weight = part.original[0] if isinstance(part, EngineLinear) else part.weight
         key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
-        is_held = weight is None or not weight.is_meta
         stored = count * size if weight is None else _stored_bytes(weight)
-        found[key] = _Matrix(name, count, count * size, stored, is_held, id(weight) in tied, model is not models[0])
+        held, packed = weight is None or not weight.is_meta, isinstance(part, EngineLinear)
+        is_drafter = model is not models[0]
+        found[key] = _Matrix(name, count, count * size, stored, held, packed, id(weight) in tied, is_drafter)
     return [*found.values()]
 
 
@@ -203,19 +198,16 @@ def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
         return matrix.stored
     weights = weights.for_drafter() if matrix.is_drafter else weights
     kind = "int8" if weights.format == "int4" and matrix.name.endswith(EIGHT_BITS) else weights.format
-    return int(matrix.count * (_bytes_in_blocks(matrix, weights) or BYTES[kind]))
+    if kind == "gguf":
+        with suppress(AttributeError, KeyError):  # a weight of another type stays as it is
+            return int(matrix.count * weights.blocks.bytes_of(matrix.name))  # type: ignore[union-attr]
+        return matrix.stored
+    return int(matrix.count * BYTES[kind])
 
 
 def _stored_bytes(weight: Tensor) -> int:
     source = source_of(weight)
     return weight.nbytes if source is None else weight.numel() * source.itemsize
-
-
-def _bytes_in_blocks(matrix: _Matrix, weights: EngineWeights) -> float:
-    """The bytes for each value of a weight in a GGUF file, 0 if it is in none."""
-    with suppress(AttributeError, KeyError, TypeError):
-        return weights.blocks.bytes_of(matrix.name)  # type: ignore[union-attr,no-any-return]
-    return 0.0
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

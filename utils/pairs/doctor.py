@@ -304,7 +304,7 @@ def _readings(pair: Pair) -> EntryFile | None:
     results = pair.engine.results
     if results is None or not pair.engine.identity:
         return None
-    return EntryFile(results.path.with_name(READINGS), "readings of drafters", 1)
+    return EntryFile(results.path.with_name(READINGS))
 
 
 def _stored(pair: Pair) -> Conventions | None:
@@ -313,5 +313,5 @@ def _stored(pair: Pair) -> Conventions | None:
     if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None
     with suppress(TypeError):  # of a version with other conventions
-        return Conventions(**entry | {"feature_layers": tuple(entry["feature_layers"])})
+        return Conventions(**entry)
     return None

@@ -28,11 +28,10 @@ def start(file: ResultFile, *, threads: int = 1, name: str = "auto", **options: 
 def edit(file: ResultFile, changes: Any) -> None:
     """Change fields of the only entry."""
     content = json.loads(file.path.read_text())
-    ((key, entry),) = content["entries"].items()
-    content["entries"][key] = entry | changes
-    file.path.write_text(json.dumps(content))
+    ((key, entry),) = content.items()
+    file.path.write_text(json.dumps({key: entry | changes}))
 
 
 def only_entry(file: ResultFile) -> dict[str, Any]:
-    (entry,) = json.loads(file.path.read_text())["entries"].values()
+    (entry,) = json.loads(file.path.read_text()).values()
     return entry  # type: ignore[no-any-return]

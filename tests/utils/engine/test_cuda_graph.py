@@ -13,8 +13,8 @@ from sampling.drafters.head import HeadDrafter
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
-from utils.engine import graph_cache
-from utils.engine.graph_cache import SMALLEST, SPARE_SLOTS, SlotPool
+from utils.engine import cuda_graph
+from utils.engine.cuda_graph import SMALLEST, SPARE_SLOTS, SlotPool
 from utils.logits_processor import GreedyProcessor
 
 
@@ -77,7 +77,7 @@ def test_hidden_states_are_those_of_the_plain_model(name: str) -> None:
 
 
 def test_a_run_moves_to_longer_buffers_and_back_to_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "SMALLEST", 32)
+    monkeypatch.setattr(cuda_graph, "SMALLEST", 32)
     plain, model, random = MODELS["llama"](), attached(MODELS["llama"]()), Random(3)
     for length in (90, 20):
         context = ids(length, random)
@@ -164,11 +164,11 @@ def test_positions_beyond_the_context_length_are_not_padded() -> None:
 
 
 def test_buffers_are_used_up_to_their_last_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "SMALLEST", 32)
+    monkeypatch.setattr(cuda_graph, "SMALLEST", 32)
     session, context, slots = ModelSession(attached(MODELS["llama"]())), ids(33, Random(10)), []
     for end in (30, 32, 33):
         session.feed(context[:end], keep=1)
-        slots.append(session._cache._lease.slot)
+        slots.append(session._cache.slot)
     assert slots[0] is slots[1] and [slot.capacity for slot in slots] == [32, 32, 64]
 
 

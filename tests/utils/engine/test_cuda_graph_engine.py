@@ -14,7 +14,7 @@ from torch import Tensor
 
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine, cuda_graph, graph_cache
+from utils.engine import Engine, cuda_graph
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.layer_engine import BIT_IDENTICAL
@@ -64,7 +64,7 @@ def test_bits_are_compared_at_every_width_and_in_longer_buffers(odd: Any, monkey
     model = attached(MODELS["llama"]())
 
     def logits(model: Any, count: int, width: int) -> Tensor:
-        kind = width if model.forward.pool.take(1).capacity == graph_cache.SMALLEST else "longer buffers"
+        kind = width if model.forward.pool.take(1).capacity == cuda_graph.SMALLEST else "longer buffers"
         return torch.full((count, 2), float(kind == odd))
 
     monkeypatch.setattr(cuda_graph, "_logits", logits)

@@ -65,6 +65,18 @@ def test_one_layer_engine_replaces_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(model.lm_head.weight, weight) and model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["auto", "invariant"])
+def test_a_wrapper_that_hides_the_arguments_of_the_forward_pass_stays_in_place(name: str) -> None:
+    prefer("invariant")
+    model = tiny_llama(vocab_size=96)
+    forward = model.forward
+    wrapper = model.forward = lambda *arguments, **options: forward(*arguments, **options)
+    engine = Engine([model])
+    state = engine.use(name, 1)
+    assert (state.kind, state.verified) == ("invariant", True)
+    assert engine.use("plain", 1).kind == "plain" and vars(model)["forward"] is wrapper
+
+
 def test_int8_weights_cannot_be_taken_back() -> None:
     model = llama()
     engine = Engine([model], weights=EngineWeights("int8"))

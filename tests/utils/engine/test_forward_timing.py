@@ -105,7 +105,7 @@ def test_short_contexts_limit_the_width() -> None:
 @pytest.mark.parametrize("longer", [LongerContext(64, 1024, 0.0125, (0.3, 0.5)), None])
 def test_costs_of_both_lengths_are_stored(longer: LongerContext | None, tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
-    result = StoredResult("plain", "", 1, "2026-11-23", 0.01, (0.2, 0.4), longer, {"head": [0.1, 0.2]})
+    result = StoredResult("plain", "", 1, "2026-11-23", 0.01, (0.2, 0.4), longer, {"head": (0.1, 0.2)})
     file.put("key", asdict(result))
     assert file.result("key") == result
 

@@ -9,7 +9,7 @@ from tiny import tiny_llama
 from torch import Tensor, nn
 
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.kernels import BLOCK_ROWS, BlockedKernel, KnownLayers, compiled_builder
+from utils.engine.invariant import BLOCK_ROWS, BlockedKernel, CompiledBuilder
 from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
 from utils.engine.weight_blocks import BlockWeight, round_int4
@@ -25,9 +25,9 @@ def eight_bits(weight: Tensor) -> BlockWeight:
     return BlockWeight((groups / scales[..., None]).round().to(torch.int8).flatten(1), scales, None, 32, 8)
 
 
-def kernels_of(model: nn.Module, weights: EngineWeights) -> dict[str, Any]:
+def kernels_of(model: Any, weights: EngineWeights) -> dict[str, Any]:
     """The kernels of a model in a format, by the names of their layers."""
-    swap_linears([model], compiled_builder(weights, KnownLayers.of([model])), unreported)
+    swap_linears([model], CompiledBuilder(weights, [model]), unreported)
     return {name: part.fused.kernel for name, part in model.named_modules() if hasattr(part, "fused")}
 
 
@@ -64,7 +64,7 @@ def test_values_of_bfloat16_are_held_in_two_bytes() -> None:
     torch.manual_seed(0)
     exact, rounded = torch.randn(32, 64), torch.randn(16, 64).bfloat16().float()
     almost = torch.cat([rounded, exact[:1]])
-    build = compiled_builder(EngineWeights(), KnownLayers({}, ()))
+    build = CompiledBuilder(EngineWeights(), [])
     for weight, kind in ((exact, "float32"), (rounded, "bfloat16"), (almost, "float32")):
         kernel: Any = build([linear(weight)])
         assert kernel.form.kind == kind and torch.equal(kernel.weight(), weight)
@@ -90,8 +90,9 @@ def test_layers_with_the_same_input_are_one_kernel_in_each_form(forms: str) -> N
         blocks[name].dense() if name in blocks else part for name, part in (("first", first), ("second", second))
     ]
     layers = [linear(weights[0], first_bias), linear(weights[1])]
-    names = dict(zip(map(id, layers), ("first", "second"), strict=True))
-    kernel = compiled_builder(EngineWeights("gguf", blocks), KnownLayers(names, ()))(layers)
+    model: Any = nn.ModuleDict(dict(zip(("first", "second"), layers, strict=True)))
+    model.get_output_embeddings = lambda: nn.Embedding(1, 1)
+    kernel = CompiledBuilder(EngineWeights("gguf", blocks), [model])(layers)
     assert type(kernel) is (CompiledKernel if forms == "equal" else JoinedKernels)
     exact = torch.cat([layer(x) for layer in layers], dim=-1)
     assert torch.allclose(kernel(x), exact, atol=1e-4) and torch.equal(kernel.weight(), torch.cat(weights))

@@ -13,6 +13,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from torch import nn
 
+from utils.engine.engine import LAYER_ENGINES
 from utils.engine.selftest import sample_logits
 from utils.engine.stored_weights import rows_of
 from utils.engine.weight_blocks import BlockWeight
@@ -62,6 +63,21 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert pair.engine.nbytes() == unpacked.engine.nbytes()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_memory_that_is_planned_is_that_of_the_blocks(kind: str, tmp_path: Path, own_cache: Path) -> None:
+    """And those of int8, of a drafter that is no GGUF file. Weights in files of float32 stay as they are."""
+    tiny_llama(1, vocab_size=300, hidden_size=64, intermediate_size=256).save_pretrained(tmp_path / "drafter")
+    tiny_tokenizer().save_pretrained(tmp_path / "drafter")
+    pair = load(written(tmp_path / "tiny.gguf", kind), str(tmp_path / "drafter"), engine_weights="gguf")
+    engine = pair.engine
+    held, need = engine.nbytes(), LAYER_ENGINES["invariant"](engine._models, [], engine._weights).need()
+    head = pair.drafter.lm_head.weight.nbytes  # which is in memory in float32 until then
+    planned = pair.memory, pair.drafter_memory - 0.75 * head
+    engine.use("invariant", 1)
+    assert 0.9 * need <= engine.nbytes() - held <= 1.1 * need
+    assert planned == pytest.approx((pair.memory, pair.drafter_memory), rel=0.1)
 
 
 def test_config_tokenizer_and_generation_config_are_those_of_the_unpacked_model(
