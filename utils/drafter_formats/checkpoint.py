@@ -16,17 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models.dequantized import (
-    QuantizedWeight,
-    StoredTensor,
-    is_packed,
-    quantized_weights,
-    stored_tensors,
-    unsupported,
-    without_parts,
-)
+from utils.models.dequantized import QuantizedWeight, is_packed, quantized_weights, unsupported, without_parts
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import Source, found_file
+from utils.models.sources import Source, StoredTensor, found_file, stored_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PREFIX = "model."  # some exports put it before every name

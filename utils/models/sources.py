@@ -7,17 +7,22 @@ hub, because its own client would retry for half a minute.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor
 from transformers.utils import cached_file
 
 from utils.errors import UserError
+from utils.files import check_regular
 from utils.models import Reporter
 from utils.models.embedded import MODEL_NAME, embedded_folder
 from utils.models.load_errors import explanation, is_offline, quiet
@@ -57,6 +62,21 @@ class Source:
         """The keywords for every `from_pretrained` of this checkpoint. Remote code is never run."""
         gguf = {"gguf_file": self.gguf} if self.gguf else {}
         return {"trust_remote_code": False} | gguf | (self.hub_arguments or {})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file, and its number format there."""
+
+    path: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+            return tensor
 
 
 def locate(word: str, report: Reporter) -> Source:
@@ -170,6 +190,30 @@ def cached_folder(name: str, revision: str | None) -> Path | None:
         path = try_to_load_from_cache(name, "config.json", revision=revision)
     # A file that is known not to exist is reported as a special object, not as None.
     return Path(path).parent if isinstance(path, str) else None
+
+
+def weight_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that transformers would read. Raises UserError for an index that names files outside of its
+    folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        # By name only, because the hub's cache links to files outside of the folder.
+        if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), ""):
+            raise UserError(f"{index} names a file outside of its folder ({outside[:80]!r}): fetch or copy it again.")
+        yield from filter(Path.is_file, (folder / name for name in names))
+    elif (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file, of which only the header is read."""
+    check_regular(path)
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # the file can only be iterated through keys()
+            part = file.get_slice(name)
+            yield StoredTensor(path, name, part.get_dtype(), tuple(part.get_shape()))
 
 
 def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None:
