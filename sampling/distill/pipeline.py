@@ -80,13 +80,13 @@ class Distillation:
         self._generate(corpus, progress)
         trainer = self._trainer(corpus)
         self._train(trainer, held_out, progress)
-        generated = token_counts(corpus, vocabulary_size(target.model))
-        save_student(trainer.student, options.out, target, generated)
+        save_student(trainer.student, options.out, target)
         student = load_student(options.out, target)  # the stored weights are rounded
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
-        card = self._card(counts, progress, int(generated.sum()), trainer.step)
+        generated = int(token_counts(corpus, vocabulary_size(target.model)).sum())
+        card = self._card(counts, progress, generated, trainer.step)
         (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
             self._report(line)

@@ -162,21 +162,13 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     return ids
 
 
-def write_target_file(
-    folder: Path, target: PreTrainedModel, ids: Tensor, counts: Tensor, *, window: int | None = None
-) -> None:
-    """Describe the target of the drafter in a folder.
-
-    ids: its draft vocabulary (V',). counts: how often each token occurs in the text that it was trained on (V,).
-    window: see check_target_file.
-    """
+def write_target_file(folder: Path, target: PreTrainedModel, *, window: int | None = None) -> None:
+    """Describe the target of the drafter in a folder. window: see check_target_file."""
     about = {
         "version": VERSION,
         "target": target.name_or_path,
         "size": target_sizes(target),
         "fingerprint": [round(number, 6) for number in fingerprint(target).tolist()],
-        "tokens": int(counts.sum()),
-        "draft_token_counts": counts[ids.to(counts.device)].tolist(),
     } | ({"window": window} if window else {})
     with replacing(folder / NAME) as file:
         file.write((json.dumps(about) + "\n").encode())
