@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
-from utils.models.file_model import downloaded_folder
 from utils.models.memory import Placement, check_free
 from utils.models.quantization import stored_quantization
-from utils.models.sources import Source, StoredTensor, stored_tensors, weight_files
+from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
 
 WEIGHT, PACKED, SHAPE = "weight", "weight_packed", "weight_shape"
 SCALE, ZEROS, ORDER = "weight_scale", "weight_zero_point", "weight_g_idx"
@@ -170,7 +169,8 @@ def dequantized_model(
     if method != COMPRESSED_TENSORS and (method, where.device) != ("fp8", "cpu"):
         return None
     folder = downloaded_folder(source)
-    stored = {tensor.name: tensor for path in weight_files(folder) for tensor in stored_tensors(path)}
+    files = filter(Path.is_file, weight_files(folder))
+    stored = {tensor.name: tensor for path in files for tensor in stored_tensors(path)}
     weights = quantized_weights(stored, config.quantization_config)
     rest = without_parts(stored, weights)
     if odd := next((tensor for tensor in rest.values() if is_packed(tensor)), None):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -24,11 +23,17 @@ from utils.files import file_state, has_changed
 from utils.models import Count
 from utils.models.gguf_blocks import CHANGED
 from utils.models.memory import Placement, plan_memory
-from utils.models.sources import Source, StoredTensor, checkpoint_folder, stored_tensors, weight_files
+from utils.models.sources import (
+    Source,
+    StoredTensor,
+    checkpoint_folder,
+    downloaded_folder,
+    stored_tensors,
+    weight_files,
+)
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DOWNLOADED = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +133,7 @@ def model_files(source: Source) -> list[Path]:
     if source.gguf:
         return [Path(source.location, source.gguf)]
     folder = checkpoint_folder(source)
-    return [] if folder is None else [folder / "config.json", *weight_files(folder)]
-
-
-def downloaded_folder(source: Source) -> Path:
-    """Where the files of a checkpoint are. They are downloaded if necessary."""
-    if source.hub_arguments is None:
-        return Path(source.location)
-    return Path(str(snapshot_download(source.location, allow_patterns=[*DOWNLOADED], **source.hub_arguments)))
+    return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
 
 
 def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, FileTensor]:
@@ -143,7 +141,7 @@ def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
     shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
     found: dict[str, FileTensor] = {}
     try:
-        for path in weight_files(folder):
+        for path in filter(Path.is_file, weight_files(folder)):
             state = file_state(path)
             for tensor in stored_tensors(path):
                 if tensor.name in shapes and (tensor.kind not in FORMATS or tensor.shape != shapes[tensor.name]):

@@ -91,7 +91,7 @@ def weight_counts(source: Source) -> dict[str, int]:
             tensors = GGUFReader(Path(source.location, source.gguf)).tensors
             return {"F32": sum(int(tensor.n_elements) for tensor in tensors)}
         folder = checkpoint_folder(source)
-        for path in weight_files(folder) if folder else ():
+        for path in filter(Path.is_file, weight_files(folder) if folder else ()):
             for tensor in stored_tensors(path):
                 counts[tensor.kind] += prod(tensor.shape)
     except UserError:

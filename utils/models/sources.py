@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 CONVERSION = "safetensors.torch.save_file(torch.load('{}', weights_only=True), 'model.safetensors')"
+WEIGHTS_AND_CONFIGS = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
 TIMEOUT = 8.0  # seconds
 # The files at the top of a repository that transformers downloads.
 DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)")
@@ -120,17 +121,10 @@ def parse_path(word: str) -> Path:
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether the checkpoint has a tokenizer. A GGUF file always has one."""
-    return source.gguf is not None or any(found_file(source, name) for name in TOKENIZER_FILES)
-
-
-def found_file(source: Source, name: str) -> str | None:
-    """The path of a file of the checkpoint, downloaded if necessary, or None if there is no such file."""
-    # Without this private flag a missing file raises instead of returning None.
-    path: str | None = cached_file(
-        source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {}
-    )
-    return path
+    """Whether the checkpoint has a tokenizer, which is downloaded if necessary. A GGUF file always has one."""
+    # Without the private flag a missing file raises instead of returning None.
+    options = (source.hub_arguments or {}) | {"_raise_exceptions_for_missing_entries": False}
+    return source.gguf is not None or any(cached_file(source.location, name, **options) for name in TOKENIZER_FILES)
 
 
 def _check_folder(path: Path) -> None:
@@ -176,6 +170,13 @@ def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> t
     return chosen, dict(info.safetensors.parameters) if info.safetensors else {}
 
 
+def downloaded_folder(source: Source) -> Path:
+    """Where the files of a checkpoint are. They are downloaded if necessary."""
+    if source.hub_arguments is None:
+        return Path(source.location)
+    return Path(str(snapshot_download(source.location, allow_patterns=[*WEIGHTS_AND_CONFIGS], **source.hub_arguments)))
+
+
 def checkpoint_folder(source: Source) -> Path | None:
     """The folder with the files of a checkpoint, or None if it was not downloaded before."""
     if source.hub_arguments is None:
@@ -193,18 +194,19 @@ def cached_folder(name: str, revision: str | None) -> Path | None:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that transformers would read. Raises UserError for an index that names files outside of its
-    folder.
+    """Yield the files that transformers would read: one file comes before an index. Those of an index may be missing.
+
+    Raises UserError for an index that names files outside of its folder.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / "model.safetensors").exists():
+        yield folder / "model.safetensors"
+    elif index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         # By name only, because the hub's cache links to files outside of the folder.
         if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), ""):
             raise UserError(f"{index} names a file outside of its folder ({outside[:80]!r}): fetch or copy it again.")
-        yield from filter(Path.is_file, (folder / name for name in names))
-    elif (folder / "model.safetensors").is_file():
-        yield folder / "model.safetensors"
+        yield from (folder / name for name in names)
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
