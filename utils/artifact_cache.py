@@ -1,23 +1,23 @@
 """Cached folders that are either complete or absent.
 
 A manifest with the names of all files is written last, then the folder is renamed into place. So nothing that an
-interruption or a full disk leaves behind is mistaken for a model. Nothing heavy is imported.
+interruption or a full disk leaves behind is mistaken for a model. The working folder of a killed process is removed at
+the next start: the lock in it is nobody's any more. Nothing heavy is imported.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MANIFEST = "manifest.json"
-STALE_SECONDS = 86_400  # no folder takes so long to build
+MANIFEST, LOCK = "manifest.json", "lock"
 
 
 @contextmanager
@@ -29,7 +29,9 @@ def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     remove_stale(root)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True) as work:
+    temporary = tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True)
+    with temporary as work, Path(work, LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         made = Path(work, "made")
         yield made
         made.chmod(0o700)
@@ -53,11 +55,11 @@ def digest(path: Path) -> str:
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the working folders that killed runs have left more than a day ago."""
+    """Remove the working folders that killed runs have left."""
     for path in root.glob("*.new-*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError), (path / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its process lives
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _move_into_place(made: Path, folder: Path, made_from: str) -> None:
