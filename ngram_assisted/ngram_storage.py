@@ -264,9 +264,10 @@ def _restore(storage: NGramStorage, arrays: dict[str, NDArray[Any]]) -> None:
     )
     times = iter(arrays["counts"].tolist())
     for size, branch in zip(arrays["sizes"].tolist(), arrays["branches"].tolist(), strict=True):
+        context = tuple(islice(context_ids, size))
         entries = dict(zip(islice(next_ids, branch), islice(times, branch), strict=True))
-        if len(entries) < branch:  # a token twice
+        if len(context) < size or len(entries) < branch:  # fewer than declared, or a token twice
             raise UserError(DAMAGED)
-        storage.restore(tuple(islice(context_ids, size)), entries)
+        storage.restore(context, entries)
     if [*context_ids, *next_ids, *times]:
         raise UserError(DAMAGED)
