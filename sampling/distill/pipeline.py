@@ -11,12 +11,14 @@ import math
 import platform
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sampling.distill.chat_script import MAX_QUESTION_TOKENS, QUESTION_TEMPERATURE, Script
@@ -32,7 +34,7 @@ from sampling.distill.students import (
     save_student,
     token_counts,
 )
-from sampling.distill.trainer import STATE_FILE, Trainer
+from sampling.distill.trainer import Trainer
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.errors import UserError
 from utils.prompts.conversation import end_ids
@@ -122,7 +124,7 @@ class Distillation:
     def _trainer(self, corpus: Corpus) -> Trainer:
         student = create_student(self._target, corpus, self._plan)
         trainer = Trainer(student, corpus, self._target.lm_head, self._plan)
-        if (self._options.work / STATE_FILE).is_file():
+        with suppress(FileNotFoundError, SafetensorError):  # none yet, or an unreadable one: training begins anew
             trainer.load(self._options.work)
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer

@@ -126,10 +126,10 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
             raise UserError(f"'{source.name}' has a damaged {CONFIG}: fetch or copy it again.")
         stored = _tensor_names(files)
         weights = quantized_weights(stored, config.get("quantization_config"))
-        named = without_parts(stored, weights) | weights
+    named = without_parts(stored, weights) | {name: weight.numbers for name, weight in weights.items()}
     places = {name: (tensor.path, tensor.name) for name, tensor in named.items()}
     quantized = {places[name]: weight for name, weight in weights.items()}
-    shapes = {name: tensor.shape for name, tensor in named.items()}
+    shapes = {name: weights.get(name, tensor).shape for name, tensor in named.items()}
     return DrafterCheckpoint(source.name, config, shapes, places, quantized=quantized)
 
 

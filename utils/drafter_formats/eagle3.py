@@ -30,8 +30,8 @@ from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
     DraftHead,
-    check_feature_layers,
     check_target_file,
+    feature_layers,
     load_embedding,
     load_head,
     misfit,
@@ -390,9 +390,7 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
         ids = [layer + 1 for layer in outputs]
     elif not ids:
         ids = [2, count // 2, count - 3]
-    check_feature_layers(checkpoint, target, ids)
-    # These programs take the last layer's output before the final norm, which has number n + 1 here.
-    return tuple(count + 1 if layer == count else layer for layer in ids)
+    return feature_layers(checkpoint, target, ids)
 
 
 def _nested_ids(checkpoint: DrafterCheckpoint) -> list[int]:

@@ -123,8 +123,13 @@ def share_parts(drafter: Any, embedding: nn.Module, head: DraftHead, target: Pre
     drafter.device, drafter.dtype = target.device, target.dtype
 
 
-def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise UserError unless the target has these hidden states and `fc` reads as many numbers as they have."""
+def feature_layers(
+    checkpoint: DrafterCheckpoint, target: PreTrainedModel, layers: Sequence[int], *, before_norm: bool = True
+) -> tuple[int, ...]:
+    """The hidden states that a drafter reads. With `before_norm`, the last one is taken before the final norm: n + 1.
+
+    Raises UserError unless the target has these hidden states and `fc` reads as many numbers as they have.
+    """
     count, size = layer_count(target), int(target.config.get_text_config(decoder=True).hidden_size)
     read = checkpoint.shapes["fc.weight"][1]
     if len(layers) * size != read:
@@ -132,6 +137,7 @@ def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel,
         raise misfit(checkpoint, reason)
     if odd := next((str(layer) for layer in layers if not isinstance(layer, int) or not 0 <= layer <= count), None):
         raise misfit(checkpoint, f"it reads hidden state {odd} of {count}")
+    return tuple(layer + (before_norm and layer == count) for layer in layers)
 
 
 def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:

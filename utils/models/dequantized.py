@@ -51,17 +51,8 @@ class QuantizedWeight:
     block: tuple[int, int]
 
     @property
-    def path(self) -> Path:
-        """The file of its numbers."""
-        return self._numbers.path
-
-    @property
-    def name(self) -> str:
-        """The name of its numbers in the file."""
-        return self._numbers.name
-
-    @property
-    def _numbers(self) -> StoredTensor:
+    def numbers(self) -> StoredTensor:
+        """Its numbers, without their scales."""
         return self.parts[WEIGHT] if WEIGHT in self.parts else self.parts[PACKED]
 
     def read(self, dtype: torch.dtype) -> Tensor:
