@@ -17,27 +17,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from utils.errors import UserError
+
 MANIFEST, LOCK = "manifest.json", "lock"
 
 
 @contextmanager
-def build_folder(folder: Path, made_from: str) -> Iterator[Path]:
+def build_folder(folder: Path, made_from: str, what: str, *, needs: int = 0) -> Iterator[Path]:
     """Yield the path of a folder to create and fill. It becomes `folder` if the block ends without an error.
 
-    Temporary files may be written next to it. `made_from` describes the origin, which `is_intact` compares.
+    Temporary files may be written next to it. `made_from` describes the origin, which `is_intact` compares. Raises
+    UserError, which calls the content `what`, if it cannot be written or the disk has less than `needs` bytes.
     """
     root = folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    remove_stale(root)
-    temporary = tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True)
-    with temporary as work, Path(work, LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = Path(work, "made")
-        yield made
-        made.chmod(0o700)
-        files = sorted(path.name for path in made.iterdir())
-        (made / MANIFEST).write_text(json.dumps({"made_from": made_from, "files": files}, indent=1))
-        _move_into_place(made, folder, made_from)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        remove_stale(root)
+        if (free := shutil.disk_usage(root).free) < needs:
+            raise OSError(None, f"{free / 1e9:.1f} of {needs / 1e9:.1f} GB free")
+        temporary = tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True)
+        with temporary as work, Path(work, LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            made = Path(work, "made")
+            yield made
+            made.chmod(0o700)
+            files = sorted(path.name for path in made.iterdir())
+            (made / MANIFEST).write_text(json.dumps({"made_from": made_from, "files": files}, indent=1))
+            _move_into_place(made, folder, made_from)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{what} could not be written to {root} ({getattr(error, 'strerror', None) or error}): free space there, "
+            "or set XDG_CACHE_HOME to a writable folder."
+        ) from error
 
 
 def is_intact(folder: Path, made_from: str) -> bool:

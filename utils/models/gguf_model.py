@@ -104,19 +104,14 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
     if isinstance(reason := read_decoder(model), str):
         return reason
     where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
-    try:
-        with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
-            made.mkdir()
-            _unpack(source, reader, made, model)
-            tokenizer = load_tokenizer(source)
-            if source.name == MODEL_NAME:
-                split_digits(tokenizer)
-            tokenizer.save_pretrained(made)
-    except OSError as error:
-        raise UserError(
-            f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
-            "there, or set XDG_CACHE_HOME to a writable folder."
-        ) from error
+    what = f"What is prepared of '{source.name}'"
+    with build_folder(folder, made_from, what) as made, counted_seconds(where.report, f"preparing {source.name}"):
+        made.mkdir()
+        _unpack(source, reader, made, model)
+        tokenizer = load_tokenizer(source)
+        if source.name == MODEL_NAME:
+            split_digits(tokenizer)
+        tokenizer.save_pretrained(made)
     return None
 
 

@@ -140,10 +140,11 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
         # Text is tokenized again for every draft, so drafts depend on the requested number.
         return BuiltDrafter(drafter, target, Replay.NEVER, adaptive)
-    session, block = block_session(inputs.open_session("drafter"), pair.target)
+    own = inputs.open_session("drafter")
+    session, block = block_session(own, pair.target)
     built = _model(inputs, session, target, inputs.adaptive(pair.drafter_kind, throughput, block=block), block=block)
     # A PARD model's draft depends on its position in the round, so drafts cannot be chained token by token.
-    return replace(built, replay=Replay.BY_ROUND) if block > 1 else built
+    return built if session is own else replace(built, replay=Replay.BY_ROUND)
 
 
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:

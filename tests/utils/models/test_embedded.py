@@ -179,7 +179,7 @@ def test_working_folders_of_killed_runs_are_removed(cache: Path, conversions: li
         killed = cache / f"{embedded.FOLDER}.new-killed"
         (killed / "made").mkdir(parents=True)
         (killed / LOCK).touch()
-        with build_folder(cache / "other", "") as working:
+        with build_folder(cache / "other", "", "A test") as working:
             embedded_folder(SILENT)
             assert not killed.exists() and working.parent.is_dir(), entry_exists
             working.mkdir()
