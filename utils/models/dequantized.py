@@ -105,7 +105,7 @@ def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[s
 def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> QuantizedWeight | None:
     """The weight with these parts, or None if they do not fit together."""
     if PACKED in parts:
-        packed, shape = parts[PACKED], parts.pop(SHAPE).read().tolist() if SHAPE in parts else []
+        packed, shape = parts[PACKED], tuple(parts.pop(SHAPE).read().tolist()) if SHAPE in parts else ()
         if packed.kind != INT32 or len(shape) != 2 or packed.shape != (shape[0], -(-shape[1] * BITS // 32)):
             return None
         groups = (parts[SCALE].shape or (1,))[-1]
