@@ -24,7 +24,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from utils.bounds import MAX_GAMMA
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.features import layer_count
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
@@ -441,9 +440,6 @@ class PEagle(BlockDrafter):
     @conventions.setter
     def conventions(self, conventions: Conventions) -> None:
         self.network.conventions = conventions
-
-    def new_cache(self) -> Any:
-        return new_cache(self.config)
 
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
         unknown = self.block_size - 1

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
+from utils.models.file_model import stored_generation_config
 from utils.models.memory import Placement, check_free
 from utils.models.quantization import stored_quantization
 from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
@@ -178,8 +179,7 @@ def dequantized_model(
         made = type(AutoModelForCausalLM.from_config(config))
     keywords = {"dtype": dtype, "device_map": {"": where.device}, "output_loading_info": True}
     model, loading_info = made.from_pretrained(None, config=config, state_dict=state, **keywords)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = stored_generation_config(model, folder)
     return model, loading_info
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
@@ -92,10 +93,7 @@ def load_from_files(
         if name in names:
             _place(model, name, tensors[name])
     model.tie_weights()
-    model.name_or_path = source.name
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    finish(model)
+    finish(model, source.name, folder)
     return model, sorted({*tensors} - names)
 
 
@@ -116,10 +114,20 @@ def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def finish(model: PreTrainedModel) -> None:
-    """Let transformers' own forward read the weights that are in files, if it is called."""
+def finish(model: PreTrainedModel, name: str, folder: Path) -> None:
+    """Give a model its name and the generation config of a folder, and let transformers' own forward read the weights
+    that are in files, if it is called. Raises UserError for rules of generation that are not valid.
+    """
+    model.name_or_path, model.generation_config = name, stored_generation_config(model, folder)
+    GenerationRules.of(model)
     vars(model)["_in_files"] = True
     model.register_forward_pre_hook(fill_before_forward)
+
+
+def stored_generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig:
+    """The generation config in a folder, or else the model's own."""
+    is_stored = (folder / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(folder) if is_stored else model.generation_config
 
 
 def layer_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -23,11 +23,10 @@ from gguf import GGUFReader, dequantize
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
-from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import placeholder, with_origin
 from utils.errors import UserError
@@ -124,10 +123,7 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     with safe_open(folder / DENSE, framework="pt") as file:  # pages of the file are read when they are needed
         names = list(file.keys())  # the file is not iterable
         _set_weights(model, {name: file.get_tensor(name) for name in names}, blocks)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = name
-    GenerationRules.of(model)  # raises UserError for rules that are not valid
-    finish(model)
+    finish(model, name, folder)
     return InBlocks(model, load_tokenizer(Source(str(folder), name)), blocks)
 
 
