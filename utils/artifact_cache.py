@@ -39,7 +39,8 @@ def build_folder(folder: Path, made_from: str, what: str, *, needs: int = 0) -> 
             raise OSError(None, f"{free / 1e9:.1f} of {needs / 1e9:.1f} GB free")
         temporary = tempfile.TemporaryDirectory(prefix=f"{folder.name}.new-", dir=root, ignore_cleanup_errors=True)
         with temporary as work, Path(work, LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system without locks: then nothing is removed either
+                fcntl.flock(lock, fcntl.LOCK_EX)
             made = Path(work, "made")
             yield made
             made.chmod(0o700)
