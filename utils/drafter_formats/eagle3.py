@@ -155,7 +155,8 @@ class Eagle3(StepwiseDrafter):
             # A layer without attention or without an MLP has neither.
             if is_mixture != isinstance(layer.mlp, NoChange) or (is_mixture and index >= self.joining):
                 return None
-            inputs.append(self._joined_input(layer) if index < self.joining else None)
+            norms = (_norm(layer.input_layernorm), _norm(layer.hidden_norm)) if index < self.joining else None
+            inputs.append(None if norms is None else JoinedInput(*norms, self.conventions.norm_before_residual))
             mixtures.append(Linear(f"layers.{index}.self_attn.linear", NOTHING) if is_mixture else None)
             if not is_mixture:
                 attending.append((index, layer))
@@ -179,10 +180,6 @@ class Eagle3(StepwiseDrafter):
             head=Linear("lm_head.rows", NOTHING),
         )
         return DraftSpec(decoder, tuple(inputs), tuple(mixtures), self.conventions.norm_before_head)
-
-    def _joined_input(self, layer: Any) -> JoinedInput:
-        norms = _norm(layer.input_layernorm), _norm(layer.hidden_norm)
-        return JoinedInput(*norms, self.conventions.norm_before_residual)
 
     def _layer_spec(self, index: int, layer: Any) -> LayerSpec:
         attends = layer.self_attn
@@ -356,7 +353,10 @@ def _kind(name: str) -> str:
 
 
 def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:
-    count = checkpoint.layer_count()
+    count, config = checkpoint.layer_count(), checkpoint.config
+    # To SpecForge 0.2, `norm_output` false means that the output head reads states before the final norm. In SGLang it
+    # is about the states that are fed back.
+    head_norm_doubtful = config.get("norm_output") is False and "speculators_model_type" not in config
     return Parts(
         layer_count(target),
         feature_size,
@@ -365,7 +365,7 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
         windows=sliding_sizes(checkpoint),
         joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
-        doubtful=("norm_before_head",) if head_norm_doubtful(checkpoint) else (),
+        doubtful=("norm_before_head",) if head_norm_doubtful else (),
     )
 
 
@@ -381,7 +381,7 @@ def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conve
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
     """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
     config, count = checkpoint.config, layer_count(target)
-    nested, outputs = _nested_ids(checkpoint), config.get("target_layer_ids")
+    nested, outputs = (config.get("eagle_config") or {}).get(LAYER_IDS), config.get("target_layer_ids")
     ids = config.get(LAYER_IDS)  # speculators, vLLM: hidden states
     if not ids and nested:  # SGLang: outputs of layers if the first one is 1
         ids = [layer + (nested[0] == 1) for layer in nested]
@@ -392,22 +392,11 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     return feature_layers(checkpoint, target, ids)
 
 
-def _nested_ids(checkpoint: DrafterCheckpoint) -> list[int]:
-    ids: list[int] = (checkpoint.config.get("eagle_config") or {}).get(LAYER_IDS) or []
-    return ids
-
-
-def head_norm_doubtful(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether the output head may read states before the final norm: so `norm_output` false is to SpecForge 0.2, and in
-    SGLang it is about the states that are fed back.
-    """
-    return checkpoint.config.get("norm_output") is False and "speculators_model_type" not in checkpoint.config
-
-
 def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
     config = checkpoint.config
-    counts_unsaid = bool(_nested_ids(checkpoint)) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
     is_speculators = "speculators_model_type" in config
     residual_unsaid = is_speculators and config.get("norm_before_residual") is None
     # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.

@@ -193,7 +193,9 @@ def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
         about: dict[str, Any] = json.loads(read_text(path))
         if about["version"] != VERSION:
             return None  # of a newer program
-        same = is_same_target(target, about["size"], torch.tensor(about["fingerprint"], dtype=torch.float32))
+        own, stored = fingerprint(target), torch.tensor(about["fingerprint"], dtype=torch.float32)
+        same = target_sizes(target) == about["size"] and own.shape == stored.shape
+        same = same and bool((own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm())
         name = " ".join(str(about["target"]).split())[:80]
         window = None if about.get("window") is None else WholeRange(2).check(about["window"])
     except Exception as error:  # whatever a damaged file leads to
@@ -222,11 +224,3 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
     parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
     # Embedding and norms have different scales. Normalised, both count the same.
     return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])
-
-
-def is_same_target(target: PreTrainedModel, sizes: list[int], stored: Tensor) -> bool:
-    """Whether these are the sizes and the fingerprint (N,) of the target."""
-    own = fingerprint(target)
-    if target_sizes(target) != sizes or own.shape != stored.shape:
-        return False
-    return bool((own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm())
