@@ -32,7 +32,6 @@ _ONCE = 1 << 40  # one occurrence; smaller amounts break ties in favour of the t
 FORMAT, VERSION = "n-gram storage", "1"
 DAMAGED = "it is damaged, or was not written by /ngram save"
 ARRAYS = ("sizes", "contexts", "branches", "followers", "counts")
-MAX_COUNT = 1 << 40  # more occurrences than any text has
 
 
 class NGramStorage:
@@ -136,7 +135,7 @@ class NGramStorage:
         level = self._levels.get(len(context))
         self._check([*context, *counts])
         if level is None or context in level or not counts or min(counts.values()) < 1:
-            raise UserError("it does not hold n-grams of this order")
+            raise UserError(DAMAGED)
         level[context] = _followers(counts)
         self._ages.append(context)
         self._grams += len(counts)
@@ -237,7 +236,6 @@ def load_storage(path: Path, vocab_size: int, limit: int) -> tuple[NGramStorage,
             _check(about, vocab_size)  # first: other files have no such arrays
             arrays = {name: file.get_tensor(name) for name in ARRAYS}
         storage = STORAGES[about["kind"]](int(about["order"]), vocab_size, limit)
-        _check_arrays(arrays, storage)
         _restore(storage, arrays)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {os_reason(error)}.") from error
@@ -256,37 +254,20 @@ def _check(about: dict[str, str], vocab_size: int) -> None:
         raise UserError(f"it was made for {about['vocabulary']} token ids, and the target has {vocab_size}")
 
 
-def _check_arrays(arrays: dict[str, NDArray[Any]], storage: NGramStorage) -> None:
-    """Raise UserError unless the arrays hold whole entries and nothing else. Tokens are checked as they are entered."""
-    sizes, contexts, branches, followers, counts = (arrays[name] for name in ARRAYS)
-    numbers = all(array.dtype == np.int64 and array.ndim == 1 for array in arrays.values())
-    # The bounds come before the sums, which could overflow.
-    whole = (
-        numbers
-        and _within(sizes, storage.n - 1)
-        and _within(branches, storage.vocab_size)
-        and _within(counts, MAX_COUNT)
-        and len(sizes) == len(branches)
-        and int(sizes.sum()) == len(contexts)
-        and int(branches.sum()) == len(followers) == len(counts)
-    )
-    if not whole:
-        raise UserError(DAMAGED)
-
-
-def _within(array: NDArray[Any], high: int) -> bool:
-    """Whether all numbers are from 1 to `high`."""
-    return not len(array) or bool(array.min() >= 1 and array.max() <= high)
-
-
 def _restore(storage: NGramStorage, arrays: dict[str, NDArray[Any]]) -> None:
+    """Enter what the arrays hold. Raises an error unless these are whole entries and nothing else."""
+    if any(array.dtype != np.int64 or array.ndim != 1 for array in arrays.values()):
+        raise UserError(DAMAGED)
     known: dict[int, int] = {}  # one object for each token id, as in a text that is entered
     context_ids, next_ids = (
         map(known.setdefault, ids, ids) for ids in (arrays[name].tolist() for name in ("contexts", "followers"))
     )
     times = iter(arrays["counts"].tolist())
     for size, branch in zip(arrays["sizes"].tolist(), arrays["branches"].tolist(), strict=True):
+        context = tuple(islice(context_ids, size))
         entries = dict(zip(islice(next_ids, branch), islice(times, branch), strict=True))
-        if len(entries) < branch:  # a token twice
+        if len(context) < size or len(entries) < branch:  # fewer than declared, or a token twice
             raise UserError(DAMAGED)
-        storage.restore(tuple(islice(context_ids, size)), entries)
+        storage.restore(context, entries)
+    if [*context_ids, *next_ids, *times]:
+        raise UserError(DAMAGED)

@@ -26,7 +26,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TESTS_HOME"] = tempfile.mkdtemp(prefix="speculative-decoding-tests-")
 # Each process has folders of its own. Set here and not in a fixture, because the hub's library reads HF_HOME once.
 FOLDERS = Path(os.environ["TESTS_HOME"], os.environ.get("PYTEST_XDIST_WORKER", "main"))
-for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "HF_HOME"):
+os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))  # a wheel is downloaded once
+# HOME as well, for tests that unset the others and for libraries that know no other: nothing leads to the user's files.
+for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "HF_HOME"):
     os.environ[name] = str(FOLDERS / name.lower())
 # A background job of a shell ignores these signals, and would pass that on to the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

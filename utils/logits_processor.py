@@ -235,11 +235,5 @@ class TopKNucleusProcessor:
 
 PROCESSORS: dict[str, Callable[..., LogitsProcessor]] = {
     processor.name: processor
-    for processor in (
-        GreedyProcessor,
-        MultinomialProcessor,
-        TopKProcessor,
-        NucleusProcessor,
-        TopKNucleusProcessor,
-    )
+    for processor in (GreedyProcessor, MultinomialProcessor, TopKProcessor, NucleusProcessor, TopKNucleusProcessor)
 }

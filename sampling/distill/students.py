@@ -28,7 +28,6 @@ from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
 from utils.drafter_formats.eagle3_file import (
     Surroundings,
     can_be_stored,
-    chosen_layers,
     new_eagle3,
     save_eagle3,
     usual_layers,
@@ -142,8 +141,7 @@ def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     """The hidden states that pages of this plan hold."""
     if plan.start:
         return load_student(Path(plan.start), target).layers
-    count = layer_count(target.model)
-    return page_layers(chosen_layers(usual_layers(count), count))
+    return page_layers(usual_layers(layer_count(target.model)))
 
 
 def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Student:
@@ -195,7 +193,7 @@ def load_student(folder: Path, target: Target) -> Student:
     )
 
 
-def save_student(student: Student, folder: Path, target: Target, counts: Tensor) -> None:
-    """Write the drafter to a folder that `--drafter FOLDER` accepts. counts (V,): see token_counts."""
-    around = Surroundings(student.embed.weight, student.rows, student.vocabulary, counts)
+def save_student(student: Student, folder: Path, target: Target) -> None:
+    """Write the drafter to a folder that `--drafter FOLDER` accepts."""
+    around = Surroundings(student.embed.weight, student.rows, student.vocabulary)
     save_eagle3(folder, student.head, target.model, around)

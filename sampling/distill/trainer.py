@@ -17,7 +17,6 @@ from sampling.distill.loss import autocast_for, distillation_loss
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from sampling.distill.students import Student
-from utils.errors import UserError
 from utils.files import replacing
 
 WARM_UP_STEPS = 20
@@ -78,13 +77,10 @@ class Trainer:
             file.write(save(tensors, metadata=metadata))
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises UserError if the file is damaged."""
-        try:
-            with safe_open(folder / STATE_FILE, framework="pt") as file:
-                names = file.keys()
-                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in names}
-        except Exception as error:  # whatever damaged bytes lead to
-            raise UserError(f"{folder / STATE_FILE} is damaged: delete it to repeat the training.") from error
+        """Continue from what `save` wrote."""
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            names = file.keys()
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in names}
         self.step, self.total, self.loss = int(metadata["step"]), int(metadata["total"]), float(metadata["loss"])
         weights = {name.removeprefix("weights."): part for name, part in tensors.items() if name.startswith("weights.")}
         self.student.head.load_state_dict(weights)

@@ -21,16 +21,7 @@ Bucket = tuple[str, int]
 # Acceptance probability by bucket before any evidence, worth PRIOR_WEIGHT drafts. The last entry holds beyond the end.
 PRIORS = {
     "match": (0.0, 0.3, 0.55, 0.75, 0.85),  # tokens of the context match; 0: drawn from the seed
-    "confidence": (
-        0.22,
-        0.38,
-        0.49,
-        0.59,
-        0.67,
-        0.76,
-        0.86,
-        0.96,
-    ),  # eighths of the highest probability
+    "confidence": (0.22, 0.38, 0.49, 0.59, 0.67, 0.76, 0.86, 0.96),  # eighths of the highest probability
     "position": (0.6,),  # in its round, from 0
     "any": (0.0,),  # cautious: nothing is accepted before there is evidence
 }

@@ -100,7 +100,8 @@ class CrossTokenizerDrafter:
         # The last token is fed again even if it is cached: its logits are needed.
         same = min(matching_prefix(self._fed, read), len(read) - 1)
         # Text that was fed is tokenized differently now, and a sliding window may have dropped what precedes it.
-        if same < self._text_length and _has_sliding_window(self._session.model):
+        config = self._session.model.config.get_text_config(decoder=True)
+        if same < self._text_length and getattr(config, "sliding_window", None) is not None:
             self._restart()
         self._session.rewind(same)
         self._text_length = len(read)
@@ -119,7 +120,3 @@ class CrossTokenizerDrafter:
         if self._adaptive is not None:
             self._adaptive.learn(buckets, matching_prefix(drafts, context[verified.start :]), computed)
         self._round = [], [], 0
-
-
-def _has_sliding_window(model: Any) -> bool:
-    return getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None

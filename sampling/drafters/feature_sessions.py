@@ -23,22 +23,19 @@ class FeatureSession(ABC):
     block_size = 1  # drafts that a pass gives
 
     def __init__(self, model: FeatureDrafter) -> None:
+        self.model = model
         self.name = f"the drafter {model_name(model)}"
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
-        self._device = model.device
         self._reset()
 
     def _reset(self) -> None:
-        self._cache = self._new_cache()
+        self._cache: Any = self.model.new_cache()
         self._cached = 0  # entries in the cache
         self._known = 0  # positions whose features have arrived
         # Features (T, F) of positions that have no entry yet. They are joined when they are needed: otherwise a drafter
         # that waits would copy all of them in every round.
         self._waiting: list[Tensor] = []
-
-    @abstractmethod
-    def _new_cache(self) -> Any: ...
 
     @abstractmethod
     def feed(self, context: list[int], keep: int) -> Tensor:
@@ -79,7 +76,7 @@ class FeatureSession(ABC):
 
     def _tokens_after(self, context: list[int], end: int) -> Tensor:
         """The tokens (T,) that follow the positions from the last entry to `end` - 1."""
-        return torch.tensor(context[self._cached + 1 : end + 1], device=self._device)
+        return torch.tensor(context[self._cached + 1 : end + 1], device=self.model.device)
 
 
 class HeadSession(FeatureSession):
@@ -87,17 +84,12 @@ class HeadSession(FeatureSession):
     token i + 2.
     """
 
-    def __init__(self, model: StepwiseDrafter) -> None:
-        self.model = model
-        super().__init__(model)
+    model: StepwiseDrafter
 
     def _reset(self) -> None:
         super()._reset()
         self._state: Tensor | None = None  # (1, H) of the last entry
         self._logits: Tensor | None = None  # (1, V) of this state
-
-    def _new_cache(self) -> Any:
-        return self.model.new_cache()
 
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:
@@ -141,16 +133,12 @@ class BlockSession(FeatureSession):
     them up.
     """
 
-    def __init__(self, model: BlockDrafter) -> None:
-        self.model, self.block_size = model, model.block_size
-        super().__init__(model)
+    model: BlockDrafter
 
     def _reset(self) -> None:
         super()._reset()
+        self.block_size = self.model.block_size
         self._block: tuple[int, Tensor] | None = None  # context length, and logits (K, V) of what follows
-
-    def _new_cache(self) -> Any:
-        return self.model.new_cache()
 
     def room(self, context: list[int]) -> int | None:
         """How many more tokens it can predict: at most a block."""

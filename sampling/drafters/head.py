@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sampling.drafters.adaptive_gamma import AdaptiveGamma
 from sampling.drafters.feature_sessions import FeatureSession, HeadSession
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
@@ -29,21 +28,12 @@ class HeadDrafter(ModelDrafter):
         decoding: Decoding,
         vocab_size: int,
         *,
-        shares_noise: bool = False,
-        adaptive: AdaptiveGamma | None = None,
-        observed: bool = False,
         prefilled: Tensor | None = None,
         not_needed: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            session,
-            decoding,
-            vocab_size,
-            shares_noise=shares_noise,
-            adaptive=adaptive,
-            observed=observed,
-            block=session.block_size,
-        )
+        """`options` are the keywords of ModelDrafter."""
+        super().__init__(session, decoding, vocab_size, block=session.block_size, **options)
         self._head, self._prefilled, self._not_needed = session, prefilled, not_needed
         self._rests = False  # in this run it will not draft
 

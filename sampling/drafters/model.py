@@ -70,7 +70,8 @@ class ModelDrafter:
             computed = max(computed + 1, self._block)
             q = self._decoding.probs(logits, self._session.name)[0]
             if adaptive is not None:
-                buckets.append(_bucket(self._confidence(context + tokens, logits)))
+                confidence = self._confidence(context + tokens, logits)
+                buckets.append(("confidence", min(7, int(8 * confidence))))  # in eighths
                 if not adaptive.proposes(buckets):  # decided by the distribution, before a token is drawn from it
                     buckets.pop()
                     break
@@ -108,8 +109,3 @@ class ModelDrafter:
             self._adaptive.learn(buckets, matching_prefix(tokens, text), computed)
             self._round = None
         self._session.rewind(len(context) - 1)
-
-
-def _bucket(confidence: float) -> Bucket:
-    """A confidence in eighths."""
-    return "confidence", min(7, int(8 * confidence))

@@ -13,7 +13,7 @@ ORIGIN = "a test"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with build_folder(tmp_path / "folder", ORIGIN) as path:
+    with build_folder(tmp_path / "folder", ORIGIN, "A test") as path:
         path.mkdir()
         (path / "weights").write_text("0123")
     return tmp_path / "folder"

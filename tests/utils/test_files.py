@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -139,3 +140,13 @@ def test_tests_use_no_folder_of_the_user() -> None:
     own = Path(os.environ["TESTS_HOME"])
     assert all(own in user_folder(kind).parents for kind in ("cache", "config", "state"))  # type: ignore[arg-type]
     assert own in Path(huggingface_hub.constants.HF_HOME).parents
+
+
+@pytest.mark.parametrize("kind", ["cache", "config", "state"])
+def test_no_test_can_find_the_folders_of_the_user(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in this process nor in one that it starts, whichever variables a test removes."""
+    monkeypatch.delenv(f"XDG_{kind.upper()}_HOME")
+    code = f"from utils.files import user_folder; print(user_folder({kind!r}), end='')"
+    started = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for folder in (user_folder(kind), Path(started), Path("~").expanduser()):
+        assert folder.is_relative_to(os.environ["TESTS_HOME"])

@@ -16,19 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models.dequantized import (
-    QuantizedWeight,
-    StoredTensor,
-    is_packed,
-    quantized_weights,
-    stored_tensors,
-    unsupported,
-    without_parts,
-)
+from utils.models.dequantized import QuantizedWeight, is_packed, quantized_weights, unsupported, without_parts
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.sources import Source, found_file
+from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "model."  # some exports put it before every name
 DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
@@ -123,40 +115,22 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
     if source.gguf:
         return None
     with explained_errors(source.name), quiet():
-        config = _json(source, CONFIG)
-        found = _weight_files(source)
-        if config is None or not found:
+        folder = downloaded_folder(source)
+        files = [*weight_files(folder)]
+        if not files or not (folder / CONFIG).is_file():
             return None
-        stored = _tensor_names([Path(path) for path in found])
+        if missing := next((path.name for path in files if not path.exists()), None):
+            raise UserError(f"'{source.name}' lacks the file {missing!r}, which its index names: fetch it again.")
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UserError(f"'{source.name}' has a damaged {CONFIG}: fetch or copy it again.")
+        stored = _tensor_names(files)
         weights = quantized_weights(stored, config.get("quantization_config"))
-        named = without_parts(stored, weights) | weights
-    files = {name: (tensor.path, tensor.name) for name, tensor in named.items()}
-    quantized = {files[name]: weight for name, weight in weights.items()}
-    shapes = {name: tensor.shape for name, tensor in named.items()}
-    return DrafterCheckpoint(source.name, config, shapes, files, quantized=quantized)
-
-
-def _weight_files(source: Source) -> list[str]:
-    """The files with the weights; empty if there are none. One file comes before an index, as in transformers."""
-    if single := found_file(source, WEIGHTS):
-        return [single]
-    if found_file(source, INDEX):
-        return [_shard(source, name) for name in sorted(set(_json(source, INDEX)["weight_map"].values()))]
-    return []
-
-
-def _shard(source: Source, name: str) -> str:
-    if path := found_file(source, name):
-        return path
-    raise UserError(f"'{source.name}' lacks the file {name!r}, which the index of its weights names: fetch it again.")
-
-
-def _json(source: Source, name: str) -> Any:
-    path = found_file(source, name)
-    content = None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    if content is not None and not isinstance(content, dict):
-        raise UserError(f"'{source.name}' has a damaged {name}: fetch or copy it again.")
-    return content
+    named = without_parts(stored, weights) | {name: weight.numbers for name, weight in weights.items()}
+    places = {name: (tensor.path, tensor.name) for name, tensor in named.items()}
+    quantized = {places[name]: weight for name, weight in weights.items()}
+    shapes = {name: weights.get(name, tensor).shape for name, tensor in named.items()}
+    return DrafterCheckpoint(source.name, config, shapes, places, quantized=quantized)
 
 
 def _tensor_names(paths: list[Path]) -> dict[str, StoredTensor]:

@@ -31,7 +31,7 @@ from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
     DraftHead,
-    check_feature_layers,
+    feature_layers,
     load_embedding,
     load_head,
     misfit,
@@ -419,9 +419,8 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
     else:
         made_for = setting(checkpoint, "num_target_layers")
         ids = _default_ids(made_for if isinstance(made_for, int) else count, checkpoint.layer_count())
-    check_feature_layers(checkpoint, target, ids)
     # As their own programs read the last layer: vLLM before the final norm, transformers after it.
-    return tuple(count + 1 if states and layer == count else layer for layer in ids)
+    return feature_layers(checkpoint, target, ids, before_norm=bool(states))
 
 
 def _default_ids(layers: int, drafter_layers: int) -> list[int]:

@@ -24,14 +24,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from utils.bounds import MAX_GAMMA
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.features import layer_count
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.layer_config import decoder_layers, layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
     DraftHead,
-    check_feature_layers,
     check_target_file,
+    feature_layers,
     load_embedding,
     load_head,
     misfit,
@@ -156,7 +155,8 @@ class Eagle3(StepwiseDrafter):
             # A layer without attention or without an MLP has neither.
             if is_mixture != isinstance(layer.mlp, NoChange) or (is_mixture and index >= self.joining):
                 return None
-            inputs.append(self._joined_input(layer) if index < self.joining else None)
+            norms = (_norm(layer.input_layernorm), _norm(layer.hidden_norm)) if index < self.joining else None
+            inputs.append(None if norms is None else JoinedInput(*norms, self.conventions.norm_before_residual))
             mixtures.append(Linear(f"layers.{index}.self_attn.linear", NOTHING) if is_mixture else None)
             if not is_mixture:
                 attending.append((index, layer))
@@ -180,10 +180,6 @@ class Eagle3(StepwiseDrafter):
             head=Linear("lm_head.rows", NOTHING),
         )
         return DraftSpec(decoder, tuple(inputs), tuple(mixtures), self.conventions.norm_before_head)
-
-    def _joined_input(self, layer: Any) -> JoinedInput:
-        norms = _norm(layer.input_layernorm), _norm(layer.hidden_norm)
-        return JoinedInput(*norms, self.conventions.norm_before_residual)
 
     def _layer_spec(self, index: int, layer: Any) -> LayerSpec:
         attends = layer.self_attn
@@ -357,7 +353,10 @@ def _kind(name: str) -> str:
 
 
 def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:
-    count = checkpoint.layer_count()
+    count, config = checkpoint.layer_count(), checkpoint.config
+    # To SpecForge 0.2, `norm_output` false means that the output head reads states before the final norm. In SGLang it
+    # is about the states that are fed back.
+    head_norm_doubtful = config.get("norm_output") is False and "speculators_model_type" not in config
     return Parts(
         layer_count(target),
         feature_size,
@@ -366,7 +365,7 @@ def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size:
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
         windows=sliding_sizes(checkpoint),
         joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
-        doubtful=("norm_before_head",) if head_norm_doubtful(checkpoint) else (),
+        doubtful=("norm_before_head",) if head_norm_doubtful else (),
     )
 
 
@@ -382,7 +381,7 @@ def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conve
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
     """The hidden states that the drafter reads. Programs number them as inputs or as outputs of layers."""
     config, count = checkpoint.config, layer_count(target)
-    nested, outputs = _nested_ids(checkpoint), config.get("target_layer_ids")
+    nested, outputs = (config.get("eagle_config") or {}).get(LAYER_IDS), config.get("target_layer_ids")
     ids = config.get(LAYER_IDS)  # speculators, vLLM: hidden states
     if not ids and nested:  # SGLang: outputs of layers if the first one is 1
         ids = [layer + (nested[0] == 1) for layer in nested]
@@ -390,27 +389,14 @@ def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> t
         ids = [layer + 1 for layer in outputs]
     elif not ids:
         ids = [2, count // 2, count - 3]
-    check_feature_layers(checkpoint, target, ids)
-    # These programs take the last layer's output before the final norm, which has number n + 1 here.
-    return tuple(count + 1 if layer == count else layer for layer in ids)
-
-
-def _nested_ids(checkpoint: DrafterCheckpoint) -> list[int]:
-    ids: list[int] = (checkpoint.config.get("eagle_config") or {}).get(LAYER_IDS) or []
-    return ids
-
-
-def head_norm_doubtful(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether the output head may read states before the final norm: so `norm_output` false is to SpecForge 0.2, and in
-    SGLang it is about the states that are fed back.
-    """
-    return checkpoint.config.get("norm_output") is False and "speculators_model_type" not in checkpoint.config
+    return feature_layers(checkpoint, target, ids)
 
 
 def is_ambiguous(checkpoint: DrafterCheckpoint) -> bool:
     """Whether programs read the config of such an EAGLE-3 checkpoint in different ways."""
     config = checkpoint.config
-    counts_unsaid = bool(_nested_ids(checkpoint)) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    counts_unsaid = bool(nested) and not config.get(LAYER_IDS)  # as inputs or as outputs of layers
     is_speculators = "speculators_model_type" in config
     residual_unsaid = is_speculators and config.get("norm_before_residual") is None
     # SpecForge until September 2026 wrote true for drafters that were trained with false, and false for others.
@@ -443,9 +429,6 @@ class PEagle(BlockDrafter):
     @conventions.setter
     def conventions(self, conventions: Conventions) -> None:
         self.network.conventions = conventions
-
-    def new_cache(self) -> Any:
-        return new_cache(self.config)
 
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
         unknown = self.block_size - 1

@@ -7,7 +7,6 @@ numbers hidden states as inputs of layers, and the last one, n, is the state bef
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -39,18 +38,12 @@ class Surroundings:
     """The parts of a drafter besides its layers.
 
     `embedding` (V, H) is its input embedding, `rows` (V', H) its output head, and `ids` (V',) the ascending token ids
-    of these rows. `counts` (V,) are the frequencies of tokens in its training text.
+    of these rows.
     """
 
     embedding: Tensor
     rows: Tensor
     ids: Tensor
-    counts: Tensor
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every token can be drafted."""
-        return len(self.ids) == len(self.counts)
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -61,16 +54,6 @@ def usual_layers(count: int) -> tuple[int, ...]:
     if count >= FEWEST_LAYERS:
         return 2, count // 2, count - 3
     return tuple(sorted({count // 4, count // 2, count - 1}))
-
-
-def chosen_layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """The hidden states with these numbers in the layout, as `utils.decode.features` numbers them.
-
-    Raises UserError for one that the target does not have.
-    """
-    if odd := next((str(number) for number in numbers if not 0 <= number <= count), None):
-        raise UserError(f"The target has no hidden state {odd}: choose from 0, its embeddings, to {count}.")
-    return tuple(count + 1 if number == count else number for number in numbers)
 
 
 def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
@@ -131,7 +114,8 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
 
     Raises UserError if the folder cannot be written.
     """
-    tensors = {name: part.detach().cpu().contiguous() for name, part in _tensors(drafter, around).items()}
+    drafted = _tensors(drafter, around, vocabulary_size(target))
+    tensors = {name: part.detach().cpu().contiguous() for name, part in drafted.items()}
     config = json.dumps(_config(drafter, target, around), indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +123,7 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
             file.write(save(tensors, metadata={"format": "pt"}))
         # The config has the smallest window.
         others = sorted(set(filter(None, _windows(drafter))))[1:]
-        write_target_file(folder, target, around.ids, around.counts, window=max(others, default=None))
+        write_target_file(folder, target, window=max(others, default=None))
         # Last, because a folder with this file counts as a drafter.
         with replacing(folder / CONFIG) as file:
             file.write(config.encode())
@@ -147,16 +131,16 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
         raise UserError(f"{folder} cannot be written ({os_reason(error)}): choose a different folder.") from error
 
 
-def _tensors(drafter: Eagle3, around: Surroundings) -> dict[str, Tensor]:
+def _tensors(drafter: Eagle3, around: Surroundings, size: int) -> dict[str, Tensor]:
+    """All tensors of the file, for a target with `size` tokens."""
     trained = _weights(drafter) | {"lm_head.weight": around.rows}
     tensors = {name: part.bfloat16() if part.is_floating_point() else part for name, part in trained.items()}
     # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
     # is missing. In the number format of the target, so that an equal copy is recognised.
     tensors["embed_tokens.weight"] = around.embedding
-    if not around.is_complete:
-        ids = around.ids.cpu()
+    if len(ids := around.ids.cpu()) < size:  # otherwise every token can be drafted
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(len(around.counts), dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
 
 
@@ -212,12 +196,7 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 3,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
             ],
             "verifier": _verifier(target),
         },

@@ -22,16 +22,10 @@ DEFAULT_BLOCK = 8  # para_num in the published training configurations of PARD
 
 @dataclass(frozen=True, slots=True)
 class MaskedBlock:
-    """The blocks of a PARD model, by its config.
-
-    `token` is the mask token, and `size` the number K of drafts per pass. `declared` is the config key with that
-    number; empty for the default. `version` is 1 or 2.
-    """
+    """The blocks of a PARD model: the mask token, and the number K of drafts per pass."""
 
     token: int
     size: int
-    declared: str
-    version: int
 
 
 def is_pard(config: Mapping[str, Any]) -> bool:
@@ -55,7 +49,7 @@ def masked_block(model: Any) -> MaskedBlock | None:
     size = getattr(config, key) if key else DEFAULT_BLOCK
     if type(size) is not int or not 1 <= size <= MAX_GAMMA:
         raise UserError(f"'{name}' has {size!r} as {key} in its config.json, not a whole number from 1 to {MAX_GAMMA}.")
-    return MaskedBlock(token, size, key, 2 if kind == "pard2" or getattr(config, "pard2", False) else 1)
+    return MaskedBlock(token, size)
 
 
 def drafting_block(drafter: Any, target: Any) -> MaskedBlock | None:
@@ -75,8 +69,4 @@ def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tup
         return ()
     if translated:
         return (f"{name} is a PARD model with a different tokenizer: it drafts token by token, like any model",)
-    origin = f"{block.declared} in its config" if block.declared else "as in PARD's training; its config has no number"
-    drafts = f"{name} is a PARD model: {count_of(block.size, 'draft')} in one pass ({origin})"
-    if block.version == 1:
-        return (drafts,)
-    return (drafts, f"{name} is used in PARD-2's target-independent mode: the target's hidden states are not read")
+    return (f"{name} is a PARD model: {count_of(block.size, 'draft')} in one pass, without the target's hidden states",)

@@ -123,8 +123,13 @@ def share_parts(drafter: Any, embedding: nn.Module, head: DraftHead, target: Pre
     drafter.device, drafter.dtype = target.device, target.dtype
 
 
-def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise UserError unless the target has these hidden states and `fc` reads as many numbers as they have."""
+def feature_layers(
+    checkpoint: DrafterCheckpoint, target: PreTrainedModel, layers: Sequence[int], *, before_norm: bool = True
+) -> tuple[int, ...]:
+    """The hidden states that a drafter reads. With `before_norm`, the last one is taken before the final norm: n + 1.
+
+    Raises UserError unless the target has these hidden states and `fc` reads as many numbers as they have.
+    """
     count, size = layer_count(target), int(target.config.get_text_config(decoder=True).hidden_size)
     read = checkpoint.shapes["fc.weight"][1]
     if len(layers) * size != read:
@@ -132,6 +137,7 @@ def check_feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel,
         raise misfit(checkpoint, reason)
     if odd := next((str(layer) for layer in layers if not isinstance(layer, int) or not 0 <= layer <= count), None):
         raise misfit(checkpoint, f"it reads hidden state {odd} of {count}")
+    return tuple(layer + (before_norm and layer == count) for layer in layers)
 
 
 def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:
@@ -162,21 +168,13 @@ def _vocabulary(checkpoint: DrafterCheckpoint, size: int) -> Tensor | None:
     return ids
 
 
-def write_target_file(
-    folder: Path, target: PreTrainedModel, ids: Tensor, counts: Tensor, *, window: int | None = None
-) -> None:
-    """Describe the target of the drafter in a folder.
-
-    ids: its draft vocabulary (V',). counts: how often each token occurs in the text that it was trained on (V,).
-    window: see check_target_file.
-    """
+def write_target_file(folder: Path, target: PreTrainedModel, *, window: int | None = None) -> None:
+    """Describe the target of the drafter in a folder. window: see check_target_file."""
     about = {
         "version": VERSION,
         "target": target.name_or_path,
         "size": target_sizes(target),
         "fingerprint": [round(number, 6) for number in fingerprint(target).tolist()],
-        "tokens": int(counts.sum()),
-        "draft_token_counts": counts[ids.to(counts.device)].tolist(),
     } | ({"window": window} if window else {})
     with replacing(folder / NAME) as file:
         file.write((json.dumps(about) + "\n").encode())
@@ -195,7 +193,9 @@ def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
         about: dict[str, Any] = json.loads(read_text(path))
         if about["version"] != VERSION:
             return None  # of a newer program
-        same = is_same_target(target, about["size"], torch.tensor(about["fingerprint"], dtype=torch.float32))
+        own, stored = fingerprint(target), torch.tensor(about["fingerprint"], dtype=torch.float32)
+        same = target_sizes(target) == about["size"] and own.shape == stored.shape
+        same = same and bool((own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm())
         name = " ".join(str(about["target"]).split())[:80]
         window = None if about.get("window") is None else WholeRange(2).check(about["window"])
     except Exception as error:  # whatever a damaged file leads to
@@ -224,11 +224,3 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
     parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
     # Embedding and norms have different scales. Normalised, both count the same.
     return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])
-
-
-def is_same_target(target: PreTrainedModel, sizes: list[int], stored: Tensor) -> bool:
-    """Whether these are the sizes and the fingerprint (N,) of the target."""
-    own = fingerprint(target)
-    if target_sizes(target) != sizes or own.shape != stored.shape:
-        return False
-    return bool((own - stored).norm() <= FINGERPRINT_TOLERANCE * stored.norm())

@@ -50,7 +50,6 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
         check_not_quantized(config, kind, source)
         if kind == "none" and (stored := load_from_files(source, config, where)) is not None:
             model, unused = stored
-            GenerationRules.of(model)
             _report_unused(source, () if reads_rest else unused, where)
             return model
         plan, quantized = plan_memory(source, kind, where), quantization_arguments(kind, where.dtype)

@@ -7,7 +7,7 @@ weight is read at a time, in the number format that it will have, so nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from utils.errors import UserError
-from utils.files import check_regular
-from utils.models.file_model import downloaded_folder
-from utils.models.memory import Placement, check_free, weight_files
+from utils.models.file_model import stored_generation_config
+from utils.models.memory import Placement, check_free
 from utils.models.quantization import stored_quantization
-from utils.models.sources import Source
+from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
 
 WEIGHT, PACKED, SHAPE = "weight", "weight_packed", "weight_shape"
 SCALE, ZEROS, ORDER = "weight_scale", "weight_zero_point", "weight_g_idx"
@@ -44,21 +42,6 @@ SUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a safetensors file. `shape` is its own, and for a `weight_shape` the one that it contains."""
-
-    path: Path
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self.name)
-            return tensor
-
-
-@dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A weight (R, C). `parts` are its stored tensors by the ends of their names, and `block` the numbers of rows and
     of columns that share a scale.
@@ -69,17 +52,8 @@ class QuantizedWeight:
     block: tuple[int, int]
 
     @property
-    def path(self) -> Path:
-        """The file of its numbers."""
-        return self._numbers.path
-
-    @property
-    def name(self) -> str:
-        """The name of its numbers in the file."""
-        return self._numbers.name
-
-    @property
-    def _numbers(self) -> StoredTensor:
+    def numbers(self) -> StoredTensor:
+        """Its numbers, without their scales."""
         return self.parts[WEIGHT] if WEIGHT in self.parts else self.parts[PACKED]
 
     def read(self, dtype: torch.dtype) -> Tensor:
@@ -113,16 +87,6 @@ def _zero_points(stored: Tensor, rows: int) -> Tensor:
     return _unpacked(stored.T)[:, :rows].T if stored.dtype == torch.int32 else stored.float()
 
 
-def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file, which are not read."""
-    check_regular(path)
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # the file can only be iterated through keys()
-            part = file.get_slice(name)
-            shape = file.get_tensor(name).tolist() if name.endswith(f".{SHAPE}") else part.get_shape()
-            yield StoredTensor(path, name, part.get_dtype(), tuple(shape))
-
-
 def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, QuantizedWeight]:
     """The weights in supported formats by name, for the tensors and the `quantization_config` of a checkpoint."""
     found: dict[str, QuantizedWeight] = {}
@@ -142,7 +106,7 @@ def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[s
 def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> QuantizedWeight | None:
     """The weight with these parts, or None if they do not fit together."""
     if PACKED in parts:
-        packed, shape = parts[PACKED], parts.pop(SHAPE).shape if SHAPE in parts else ()
+        packed, shape = parts[PACKED], tuple(parts.pop(SHAPE).read().tolist()) if SHAPE in parts else ()
         if packed.kind != INT32 or len(shape) != 2 or packed.shape != (shape[0], -(-shape[1] * BITS // 32)):
             return None
         groups = (parts[SCALE].shape or (1,))[-1]
@@ -197,7 +161,7 @@ def dequantized_model(
     if method != COMPRESSED_TENSORS and (method, where.device) != ("fp8", "cpu"):
         return None
     folder = downloaded_folder(source)
-    files = [path for path in weight_files(folder) if path.is_file()]
+    files = filter(Path.is_file, weight_files(folder))
     stored = {tensor.name: tensor for path in files for tensor in stored_tensors(path)}
     weights = quantized_weights(stored, config.quantization_config)
     rest = without_parts(stored, weights)
@@ -215,8 +179,7 @@ def dequantized_model(
         made = type(AutoModelForCausalLM.from_config(config))
     keywords = {"dtype": dtype, "device_map": {"": where.device}, "output_loading_info": True}
     model, loading_info = made.from_pretrained(None, config=config, state_dict=state, **keywords)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = stored_generation_config(model, folder)
     return model, loading_info
 
 

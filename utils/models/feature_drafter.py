@@ -53,6 +53,10 @@ class FeatureDrafter(nn.Module, ABC):
         """The hidden states that it reads."""
         return self.conventions.feature_layers
 
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run. That of a stepwise drafter can forget its last n entries by `crop(-n)`."""
+        return new_cache(self.config)
+
 
 class StepwiseDrafter(FeatureDrafter):
     """One pass for each draft, as in EAGLE (arXiv 2401.15077).
@@ -68,10 +72,6 @@ class StepwiseDrafter(FeatureDrafter):
         positions = torch.arange(first, first + len(tokens), device=tokens.device)[None]  # (1, T)
         state = self.next_states(states[None], tokens[None], positions, cache)[0, -1:]
         return state, self.logits(state)
-
-    def new_cache(self) -> Any:
-        """Return an empty cache for one run, which can forget its last n entries by `crop(-n)`."""
-        return new_cache(self.config)
 
     @abstractmethod
     def fuse_features(self, features: Tensor) -> Tensor:
@@ -101,10 +101,6 @@ class BlockDrafter(FeatureDrafter):
     """One pass for all K = `block_size` drafts of a round, as in DFlash (arXiv 2602.06036)."""
 
     block_size: int
-
-    @abstractmethod
-    def new_cache(self) -> Any:
-        """Return an empty cache for one run."""
 
     @abstractmethod
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:

@@ -12,42 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
 from utils.files import file_state, has_changed
 from utils.models import Count
 from utils.models.gguf_blocks import CHANGED
-from utils.models.memory import Placement, plan_memory, weight_files
-from utils.models.sources import Source, checkpoint_folder
+from utils.models.memory import Placement, plan_memory
+from utils.models.sources import (
+    Source,
+    StoredTensor,
+    checkpoint_folder,
+    downloaded_folder,
+    stored_tensors,
+    weight_files,
+)
 from utils.text import byte_size
 
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DOWNLOADED = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a safetensors file: the name of its layer, its key in the file, the model's number format and that of
-    the file.
-    """
+    """A `WeightSource` in a safetensors file, whose contents have this state. `dtype` is the model's number format."""
 
-    path: Path
+    tensor: StoredTensor
     state: str
-    name: str
-    key: str
     dtype: torch.dtype
-    file_dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name.removesuffix(".weight")
 
     @property
     def itemsize(self) -> int:
-        return min(self.dtype.itemsize, self.file_dtype.itemsize)
+        return min(self.dtype.itemsize, FORMATS.get(self.tensor.kind, self.dtype).itemsize)
 
     def read(self) -> Tensor:
         # A copy ends the mapping of the file, so that its pages do not count as memory of this process.
@@ -58,11 +62,9 @@ class FileTensor:
         return mapped if torch.promote_types(mapped.dtype, self.dtype) == self.dtype else mapped.to(self.dtype)
 
     def _mapped(self) -> Tensor:
-        if has_changed(self.path, self.state):
-            raise UserError(CHANGED.format(self.path))
-        with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self.key)
-            return tensor
+        if has_changed(self.tensor.path, self.state):
+            raise UserError(CHANGED.format(self.tensor.path))
+        return self.tensor.read()
 
 
 def load_from_files(
@@ -91,10 +93,7 @@ def load_from_files(
         if name in names:
             _place(model, name, tensors[name])
     model.tie_weights()
-    model.name_or_path = source.name
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    finish(model)
+    finish(model, source.name, folder)
     return model, sorted({*tensors} - names)
 
 
@@ -115,10 +114,20 @@ def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def finish(model: PreTrainedModel) -> None:
-    """Let transformers' own forward read the weights that are in files, if it is called."""
+def finish(model: PreTrainedModel, name: str, folder: Path) -> None:
+    """Give a model its name and the generation config of a folder, and let transformers' own forward read the weights
+    that are in files, if it is called. Raises UserError for rules of generation that are not valid.
+    """
+    model.name_or_path, model.generation_config = name, stored_generation_config(model, folder)
+    GenerationRules.of(model)
     vars(model)["_in_files"] = True
     model.register_forward_pre_hook(fill_before_forward)
+
+
+def stored_generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig:
+    """The generation config in a folder, or else the model's own."""
+    is_stored = (folder / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(folder) if is_stored else model.generation_config
 
 
 def layer_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -135,13 +144,6 @@ def model_files(source: Source) -> list[Path]:
     return [] if folder is None else [folder / "config.json", *filter(Path.is_file, weight_files(folder))]
 
 
-def downloaded_folder(source: Source) -> Path:
-    """Where the files of a checkpoint are. They are downloaded if necessary."""
-    if source.hub_arguments is None:
-        return Path(source.location)
-    return Path(str(snapshot_download(source.location, allow_patterns=[*DOWNLOADED], **source.hub_arguments)))
-
-
 def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, FileTensor]:
     """The tensors of a model's files by name. Empty if one is missing or of another shape or kind of format."""
     shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
@@ -149,13 +151,10 @@ def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
     try:
         for path in filter(Path.is_file, weight_files(folder)):
             state = file_state(path)
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  # the file is not iterable
-                    part = file.get_slice(key)
-                    if key in shapes and (part.get_dtype() not in FORMATS or tuple(part.get_shape()) != shapes[key]):
-                        return {}
-                    in_file = FORMATS.get(part.get_dtype(), dtype)
-                    found[key] = FileTensor(path, state, key.removesuffix(".weight"), key, dtype, in_file)
+            for tensor in stored_tensors(path):
+                if tensor.name in shapes and (tensor.kind not in FORMATS or tensor.shape != shapes[tensor.name]):
+                    return {}
+                found[tensor.name] = FileTensor(tensor, state, dtype)
     except Exception:  # damaged files, which transformers' loader explains
         return {}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -165,15 +164,14 @@ def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
 
 def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement) -> Iterator[str]:
     """Read all tensors once, one at a time. Raises UserError for one that is not finite."""
-    total = sum({entry.path: entry.path.stat().st_size for entry in tensors.values()}.values())
+    total = sum(path.stat().st_size for path in {entry.tensor.path for entry in tensors.values()})
     done = 0
     for name, entry in tensors.items():
         # Opened for each tensor: pages that were read count as memory of this process until the file is closed.
-        with safe_open(entry.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            check_tensor(tensor, source.name, name)
-            done += tensor.nbytes
-            del tensor
+        tensor = entry.tensor.read()
+        check_tensor(tensor, source.name, name)
+        done += tensor.nbytes
+        del tensor
         where.report(Count(f"reading {source.name}: {byte_size(done)} of {byte_size(total)}"))
         yield name
 

@@ -23,11 +23,10 @@ from gguf import GGUFReader, dequantize
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
-from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import placeholder, with_origin
 from utils.errors import UserError
@@ -104,19 +103,14 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
     if isinstance(reason := read_decoder(model), str):
         return reason
     where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
-    try:
-        with build_folder(folder, made_from) as made, counted_seconds(where.report, f"preparing {source.name}"):
-            made.mkdir()
-            _unpack(source, reader, made, model)
-            tokenizer = load_tokenizer(source)
-            if source.name == MODEL_NAME:
-                split_digits(tokenizer)
-            tokenizer.save_pretrained(made)
-    except OSError as error:
-        raise UserError(
-            f"'{source.name}' could not be prepared in {folder.parent} ({error.strerror or error}): free space "
-            "there, or set XDG_CACHE_HOME to a writable folder."
-        ) from error
+    what = f"What is prepared of '{source.name}'"
+    with build_folder(folder, made_from, what) as made, counted_seconds(where.report, f"preparing {source.name}"):
+        made.mkdir()
+        _unpack(source, reader, made, model)
+        tokenizer = load_tokenizer(source)
+        if source.name == MODEL_NAME:
+            split_digits(tokenizer)
+        tokenizer.save_pretrained(made)
     return None
 
 
@@ -129,10 +123,7 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
     with safe_open(folder / DENSE, framework="pt") as file:  # pages of the file are read when they are needed
         names = list(file.keys())  # the file is not iterable
         _set_weights(model, {name: file.get_tensor(name) for name in names}, blocks)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = name
-    GenerationRules.of(model)  # raises UserError for rules that are not valid
-    finish(model)
+    finish(model, name, folder)
     return InBlocks(model, load_tokenizer(Source(str(folder), name)), blocks)
 
 

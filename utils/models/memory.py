@@ -6,7 +6,6 @@ a model that does not fit is refused together with a smaller form that does.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from utils.bounds import check_device
@@ -24,7 +22,7 @@ from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 from utils.models import Reporter
-from utils.models.sources import Source, checkpoint_folder
+from utils.models.sources import Source, checkpoint_folder, stored_tensors, weight_files
 from utils.text import byte_size
 
 # Bytes per weight by safetensors format. All other formats are packed, and stay packed after loading.
@@ -95,10 +93,8 @@ def weight_counts(source: Source) -> dict[str, int]:
             return {"F32": sum(int(tensor.n_elements) for tensor in tensors)}
         folder = checkpoint_folder(source)
         for path in filter(Path.is_file, weight_files(folder) if folder else ()):
-            with safe_open(path, framework="pt") as file:
-                # A slice that is not read costs only the header of the file.
-                for part in map(file.get_slice, file.keys()):
-                    counts[part.get_dtype()] += prod(part.get_shape())
+            for tensor in stored_tensors(path):
+                counts[tensor.kind] += prod(tensor.shape)
     except UserError:
         raise
     except Exception:  # whatever damaged files lead to: loading will report it
@@ -179,19 +175,6 @@ def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: 
     # Drafters, keys and values need memory as well.
     fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size * (1 + MARGIN) <= free]
     return f"use {' or '.join(fitting)}" if fitting else "use a smaller model, or a different --device"
-
-
-def weight_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that transformers would read."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        # By name only, because the hub's cache links to files outside of the folder.
-        if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), ""):
-            raise UserError(f"{index} names a file outside of its folder ({outside[:80]!r}): fetch or copy it again.")
-        yield from (folder / name for name in names)
-    elif (folder / "model.safetensors").is_file():
-        yield folder / "model.safetensors"
 
 
 def stored_bytes(model: nn.Module, *, besides: nn.Module | None = None) -> int:

@@ -7,17 +7,22 @@ hub, because its own client would retry for half a minute.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor
 from transformers.utils import cached_file
 
 from utils.errors import UserError
+from utils.files import check_regular
 from utils.models import Reporter
 from utils.models.embedded import MODEL_NAME, embedded_folder
 from utils.models.load_errors import explanation, is_offline, quiet
@@ -32,6 +37,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 CONVERSION = "safetensors.torch.save_file(torch.load('{}', weights_only=True), 'model.safetensors')"
+WEIGHTS_AND_CONFIGS = ("model.safetensors", "model-*-of-*.safetensors", "*.json")
 TIMEOUT = 8.0  # seconds
 # The files at the top of a repository that transformers downloads.
 DOWNLOADED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[\w.-]+\.(json|model|txt|jinja)")
@@ -57,6 +63,21 @@ class Source:
         """The keywords for every `from_pretrained` of this checkpoint. Remote code is never run."""
         gguf = {"gguf_file": self.gguf} if self.gguf else {}
         return {"trust_remote_code": False} | gguf | (self.hub_arguments or {})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file, and its number format there."""
+
+    path: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+            return tensor
 
 
 def locate(word: str, report: Reporter) -> Source:
@@ -100,17 +121,10 @@ def parse_path(word: str) -> Path:
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether the checkpoint has a tokenizer. A GGUF file always has one."""
-    return source.gguf is not None or any(found_file(source, name) for name in TOKENIZER_FILES)
-
-
-def found_file(source: Source, name: str) -> str | None:
-    """The path of a file of the checkpoint, downloaded if necessary, or None if there is no such file."""
-    # Without this private flag a missing file raises instead of returning None.
-    path: str | None = cached_file(
-        source.location, name, _raise_exceptions_for_missing_entries=False, **source.hub_arguments or {}
-    )
-    return path
+    """Whether the checkpoint has a tokenizer, which is downloaded if necessary. A GGUF file always has one."""
+    # Without the private flag a missing file raises instead of returning None.
+    options = (source.hub_arguments or {}) | {"_raise_exceptions_for_missing_entries": False}
+    return source.gguf is not None or any(cached_file(source.location, name, **options) for name in TOKENIZER_FILES)
 
 
 def _check_folder(path: Path) -> None:
@@ -156,6 +170,13 @@ def query_hub(name: str, revision: str | None, word: str, report: Reporter) -> t
     return chosen, dict(info.safetensors.parameters) if info.safetensors else {}
 
 
+def downloaded_folder(source: Source) -> Path:
+    """Where the files of a checkpoint are. They are downloaded if necessary."""
+    if source.hub_arguments is None:
+        return Path(source.location)
+    return Path(str(snapshot_download(source.location, allow_patterns=[*WEIGHTS_AND_CONFIGS], **source.hub_arguments)))
+
+
 def checkpoint_folder(source: Source) -> Path | None:
     """The folder with the files of a checkpoint, or None if it was not downloaded before."""
     if source.hub_arguments is None:
@@ -170,6 +191,31 @@ def cached_folder(name: str, revision: str | None) -> Path | None:
         path = try_to_load_from_cache(name, "config.json", revision=revision)
     # A file that is known not to exist is reported as a special object, not as None.
     return Path(path).parent if isinstance(path, str) else None
+
+
+def weight_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that transformers would read: one file comes before an index. Those of an index may be missing.
+
+    Raises UserError for an index that names files outside of its folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        yield folder / "model.safetensors"
+    elif index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        # By name only, because the hub's cache links to files outside of the folder.
+        if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), ""):
+            raise UserError(f"{index} names a file outside of its folder ({outside[:80]!r}): fetch or copy it again.")
+        yield from (folder / name for name in names)
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file, of which only the header is read."""
+    check_regular(path)
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # the file can only be iterated through keys()
+            part = file.get_slice(name)
+            yield StoredTensor(path, name, part.get_dtype(), tuple(part.get_shape()))
 
 
 def _check_disk(info: ModelInfo, name: str, word: str, report: Reporter) -> None:

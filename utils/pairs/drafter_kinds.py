@@ -15,13 +15,12 @@ from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDr
 from sampling.drafters.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
 from sampling.drafters.feature_sessions import feature_session
-from sampling.drafters.masked import MaskedSession
+from sampling.drafters.masked import block_session
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
 from utils.decode.layer_cut import check_depth, first_layers
 from utils.decode.model_session import ModelSession
 from utils.decode.session import Session
-from utils.drafter_formats.pard import drafting_block
 from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
@@ -77,6 +76,10 @@ class DrafterInputs:
         return AdaptiveGamma(
             self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new, rival=rival
         )
+
+    def options(self, adaptive: AdaptiveGamma | None) -> dict[str, Any]:
+        """The keywords of drafters that draw from a model's distributions."""
+        return {"shares_noise": self.shares_noise, "adaptive": adaptive, "observed": self.observed}
 
 
 class Replay(Enum):
@@ -137,13 +140,11 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
         # Text is tokenized again for every draft, so drafts depend on the requested number.
         return BuiltDrafter(drafter, target, Replay.NEVER, adaptive)
-    own, block = inputs.open_session("drafter"), drafting_block(pair.drafter, pair.target)
-    if block is None:
-        return _model(inputs, own, target, inputs.adaptive(pair.drafter_kind, throughput))
-    adaptive = inputs.adaptive(pair.drafter_kind, throughput, block=block.size)
-    masked = MaskedSession(own, block.token, block.size)
+    own = inputs.open_session("drafter")
+    session, block = block_session(own, pair.target)
+    built = _model(inputs, session, target, inputs.adaptive(pair.drafter_kind, throughput, block=block), block=block)
     # A PARD model's draft depends on its position in the round, so drafts cannot be chained token by token.
-    return replace(_model(inputs, masked, target, adaptive, block=block.size), replay=Replay.BY_ROUND)
+    return built if session is own else replace(built, replay=Replay.BY_ROUND)
 
 
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
@@ -154,12 +155,10 @@ def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEs
         session,
         inputs.decoding,
         target.vocab_size,
-        shares_noise=inputs.shares_noise,
-        adaptive=adaptive,
-        observed=inputs.observed,
         # A session that shares a prefill already has the prompt's features; otherwise this is None.
         prefilled=target.take_features(),
         not_needed=target.keep_no_features,
+        **inputs.options(adaptive),
     )
     return BuiltDrafter(drafter, target, adaptive=adaptive)
 
@@ -178,15 +177,7 @@ def _cut(inputs: DrafterInputs) -> BuiltDrafter:
 def _model(
     inputs: DrafterInputs, session: Session, target: ModelSession, adaptive: AdaptiveGamma | None, *, block: int = 1
 ) -> BuiltDrafter:
-    drafter = ModelDrafter(
-        session,
-        inputs.decoding,
-        target.vocab_size,
-        shares_noise=inputs.shares_noise,
-        adaptive=adaptive,
-        observed=inputs.observed,
-        block=block,
-    )
+    drafter = ModelDrafter(session, inputs.decoding, target.vocab_size, block=block, **inputs.options(adaptive))
     return BuiltDrafter(drafter, target, Replay.BY_TOKEN, adaptive)
 
 

@@ -225,21 +225,16 @@ def plan_drafter(request: PairRequest, where: Placement, target: Source) -> Draf
         load = partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name)
         return DrafterPlan(load, in_target=True)
     check_quantization(request.drafter_quantize, where.device)
-    source = _embedded_head(request.target) if drafter == HEAD else locate(drafter, where.report)
+    if drafter == HEAD and request.target != EMBEDDED:
+        raise UserError(
+            "'head' is the drafter of the embedded target: train one for this target with `python -m sampling.distill`."
+        )
+    source = Source(str(EMBEDDED_HEAD), HEAD) if drafter == HEAD else locate(drafter, where.report)
     if published := _published(source):
         check_shared(request, SHARED.format(published[1].name))
         kind = HEAD if drafter == HEAD else published[1].name
         return DrafterPlan(partial(_load_published, *published, kind=kind), model_files(source))
     return DrafterPlan(partial(_load_model, source, request.drafter_quantize, where), model_files(source))
-
-
-def _embedded_head(target: str) -> Source:
-    """The drafter of the embedded target. Raises UserError for a different target."""
-    if target != EMBEDDED:
-        raise UserError(
-            "'head' is the drafter of the embedded target: train one for this target with `python -m sampling.distill`."
-        )
-    return Source(str(EMBEDDED_HEAD), HEAD)
 
 
 def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:
@@ -269,7 +264,11 @@ def _own_layers(target: Source) -> DrafterCheckpoint:
 def _load_published(
     checkpoint: DrafterCheckpoint, known: DrafterFormat, target: LoadedTarget, *, kind: str
 ) -> LoadedDrafter:
-    _check_one_device(target, known.name)
+    if is_spread(target.model):  # features of several depths would be on different devices
+        raise UserError(
+            f"A drafter of the kind {known.name} needs {target.name} on one device, and it is on several: use a "
+            "different --drafter."
+        )
     if target.model.config.is_encoder_decoder:
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name), quiet():
@@ -277,15 +276,6 @@ def _load_published(
     drafter.name_or_path, drafter.is_ambiguous = checkpoint.name, known.is_ambiguous(checkpoint)
     name = f"head of {target.name}" if kind == HEAD else f"{checkpoint.name} ({known.name})"
     return LoadedDrafter(drafter, name, kind)
-
-
-def _check_one_device(target: LoadedTarget, kind: str) -> None:
-    # Features of several depths would be on different devices.
-    if is_spread(target.model):
-        raise UserError(
-            f"A drafter of the kind {kind} needs {target.name} on one device, and it is on several: use a different "
-            "--drafter."
-        )
 
 
 def _load_model(source: Source, quantize: str, where: Placement, target: LoadedTarget) -> LoadedDrafter:

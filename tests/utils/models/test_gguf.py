@@ -14,7 +14,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 from sampling import autoregressive_generate
-from utils.artifact_cache import MANIFEST
+from utils.artifact_cache import LOCK, MANIFEST
 from utils.errors import UserError
 from utils.models import gguf_model
 from utils.models.checkpoints import load_model, load_tokenizer
@@ -119,7 +119,7 @@ def test_a_changed_file_is_prepared_again_and_what_killed_runs_left_is_removed(
     (first,) = entries(own_cache)
     killed = first.parent / f"{first.name}.new-killed"
     (killed / "made").mkdir(parents=True)
-    os.utime(killed, (0, 0))
+    (killed / LOCK).touch()
     write_gguf(file, tiny_llama(1, vocab_size=300), tiny_tokenizer())
     os.utime(file, ns=(0, 10**18))
     pair = load(file)

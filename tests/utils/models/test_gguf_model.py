@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from utils.engine.selftest import sample_logits
 from utils.engine.stored_weights import rows_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
 from utils.models import checkpoints, gguf_blocks, gguf_model
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
@@ -157,17 +159,36 @@ def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest
     assert torch.equal(sample_logits(load(file, engine_weights="gguf").target), first)
 
 
-def test_a_changed_file_is_prepared_again_and_its_stored_results_are_not_used(file: Path) -> None:
-    pair = load(file, engine_weights="gguf")
-    known, logits = pair.engine.identity, sample_logits(pair.target)
-    assert known and known == load(file, engine_weights="gguf").engine.identity
+@pytest.mark.parametrize("weights", ["gguf", "float32"])
+@pytest.mark.parametrize("way", ["overwritten", "replaced"])
+def test_a_file_of_the_same_size_and_time_is_noticed(file: Path, tmp_path: Path, way: str, weights: str) -> None:
+    """It is prepared again, results that are stored for the old one are not used, and a loaded model says so."""
+    pair = load(file, engine_weights=weights)
+    known, logits = pair.engine.identity, sample_logits(load(file, engine_weights=weights).target)
+    assert known and known == load(file, engine_weights=weights).engine.identity
     before = file.stat()
-    written(file, "Q4_1", PARTS[:1])
-    written(file, "Q4_0")
+    other = tiny_llama(3, vocab_size=300, hidden_size=64, intermediate_size=256, num_key_value_heads=2)
+    path = file if way == "overwritten" else tmp_path / "other.gguf"
+    write_gguf(path, other, tiny_tokenizer(), kind="Q4_1", parts=PARTS)
+    os.replace(path, file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    changed = load(file, engine_weights="gguf")
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(UserError, match="has changed since it was loaded"):
+        sample_logits(pair.target)
+    changed = load(file, engine_weights=weights)
     assert changed.engine.identity not in ("", known)
     assert not torch.equal(sample_logits(changed.target), logits)
+
+
+def test_a_full_disk_is_one_sentence_and_the_next_start_recovers(file: Path, own_cache: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        sentence = refusal(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "XDG_CACHE_HOME" in sentence and not list(own_cache.glob("gguf/*"))
+    assert load(file).engine.identity
 
 
 def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
