@@ -40,6 +40,7 @@ DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
 CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that reached the maximum number of tokens
 ABORTED = ("abort", "error", "content_filter")  # finish reasons of answers that are not complete
 UNAVAILABLE = 503
+TOO_LONG = re.compile(r"context|too (?:large|long)|exceed|reduce the length", re.IGNORECASE)  # not a refused field
 
 
 class ServerClient:
@@ -383,7 +384,7 @@ def _status_error(address: ServerAddress, status: int, message: str) -> ServerEr
     elif status in (401, 403):
         key = f"with the key in {address.key}" if address.key else "without a key (key=VARIABLE names one)"
         hint = f" The request was sent {key}."
-    elif status in (400, 422):
+    elif status in (400, 422) and not TOO_LONG.search(message):
         hint = " If it refuses a field, omit=FIELD or rename=FIELD:NAME in /server add changes what is sent."
     return ServerError((f"{sentence}: {message}" if message else f"{sentence}.") + hint, status)
 
