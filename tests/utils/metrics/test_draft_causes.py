@@ -89,6 +89,9 @@ def test_few_prompts_do_not_decide_and_more_are_named() -> None:
     dead = [Probe(GREEDY, [[(0.0, 3.0)]] * 4, [exact(RATES, 3)] * 4)]
     assert diagnose(dead, contrasts(dead))[0] is DraftCause.UNCLEAR
     assert diagnose([], contrasts([])) == (DraftCause.UNCLEAR, None)
+    single = [Probe(GREEDY, [[(2.0, 3.0)]], [exact(RATES, 3)])]
+    cause, shown = diagnose(single, contrasts(single))
+    assert cause is DraftCause.UNCLEAR and shown is not None and shown.needed == 12
 
 
 def test_a_loss_below_the_margin_is_not_counted() -> None:
