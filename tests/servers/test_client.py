@@ -123,6 +123,7 @@ FAULTS = {
     "a redirect": (Faults(redirect="http://127.0.0.1:1/"), "elsewhere"),
     "a page": (Faults(html=True), "text/html instead of a stream of events"),
     "a text": (Faults(content_type="text/plain"), "with text/plain instead"),
+    "a whole answer": (Faults(content_type="application/json"), "with application/json instead of a stream of events"),
     "headers that trickle": (Faults(trickles="headers"), "took too long"),
     "an error that trickles": (Faults(status=500, trickles="body"), "500"),
     "no JSON": (Faults(broken_json=True), "JSON"),
