@@ -30,12 +30,13 @@ def embedded_file() -> str:
     return str(embedded_gguf(lambda line: None))
 
 
-def llama_launch(**values: object) -> Launch:
+def llama_launch(*, context: int = 2048, parallel: int = 1, **values: object) -> Launch:
     """A launch of llama.cpp with the embedded model, in a small context."""
     model = embedded_file()
     if values.get("drafter") == "self":
         values["drafter"] = model
-    return Launch("llama.cpp", model, program=llama_python(), **{"context": 2048, "parallel": 1} | values)
+    flags = ("--ctx-size", str(context), "--parallel", str(parallel))
+    return Launch("llama.cpp", model, program=llama_python(), flags=flags, **values)
 
 
 @contextmanager

@@ -123,6 +123,7 @@ FAULTS = {
     "a redirect": (Faults(redirect="http://127.0.0.1:1/"), "elsewhere"),
     "a page": (Faults(html=True), "text/html instead of a stream of events"),
     "a text": (Faults(content_type="text/plain"), "with text/plain instead"),
+    "a whole answer": (Faults(content_type="application/json"), "with application/json instead of a stream of events"),
     "headers that trickle": (Faults(trickles="headers"), "took too long"),
     "an error that trickles": (Faults(status=500, trickles="body"), "500"),
     "no JSON": (Faults(broken_json=True), "JSON"),
@@ -290,6 +291,13 @@ def test_fields_are_left_out_and_renamed(server: Loopback) -> None:
     assert sent["max_completion_tokens"] == 6 and not {"seed", "stream_options", "max_tokens"} & set(sent)
     server.faults = Faults(status=400, message="unknown field seed")
     assert "omit=FIELD" in refusal(server)
+    for message in (  # of llama.cpp, vLLM and transformers
+        "the request exceeds the available context size (2048 tokens), try increasing it",
+        "This model's maximum context length is 2048 tokens. However, you requested 3000 tokens.",
+        "'max_tokens' is too large: 3000.",
+    ):
+        server.faults = Faults(status=400, message=message)
+        assert "omit=" not in (sentence := refusal(server)) and message.rstrip(".") in sentence
 
 
 def test_certificates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,10 +79,11 @@ def test_requests_at_the_same_time() -> None:
 
 def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
     session = server_session(view, records=tmp_path / "r.jsonl")
-    start = f"/server start llama.cpp {embedded_file()} program={llama_python()} context=2048 parallel=4"
+    start = f"/server start llama.cpp {embedded_file()} program={llama_python()}"
+    flags = " -- --ctx-size 2048 --parallel 4"
     lines = (
-        f"{start} name=plain",
-        f"{start} name=spec drafter=ngram draft=4 baseline=plain",
+        f"{start} name=plain{flags}",
+        f"{start} name=spec drafter=ngram draft=4 baseline=plain{flags}",
         "/length 16",
         REPEATING,
         "/server load spec draft=0,4 concurrency=1 requests=4 fixed=16 turns=1 seconds=9000",

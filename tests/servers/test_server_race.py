@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.client import ServerClient
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion
 from utils.servers.kinds.server_kind import ServerKind
@@ -185,6 +187,26 @@ def test_ctrl_c_keeps_what_was_finished(
     monkeypatch.setattr(Connection, "ask", interrupt)
     assert session.handle("/race 5") is Verdict.INTERRUPTED
     assert [len(row["tokens_per_second"]) for row in rows_of(tmp_path / "r.jsonl").values()] == [3, 3]
+
+
+@pytest.mark.parametrize("command", ["/race 3", "/verdict {}"])
+def test_ctrl_c_in_the_warm_up_ends_the_command(
+    command: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lands in the client, which returns what has arrived so far."""
+    (tmp_path / "p.txt").write_text("Hello\nGood evening\n")
+    session = server_session(view, *addresses(two))
+    session.handle("Hello")
+    complete = ServerClient.complete
+    sent: list[int] = []
+
+    def interrupted(*arguments: Any) -> ServerCompletion:
+        sent.append(len(sent))
+        return replace(complete(*arguments), finish=FinishReason.INTERRUPTED)
+
+    monkeypatch.setattr(ServerClient, "complete", interrupted)
+    assert session.handle(command.format(tmp_path / "p.txt")) is Verdict.INTERRUPTED
+    assert sent == [0]
 
 
 def test_drafts_are_pooled_and_a_gain_needs_them(

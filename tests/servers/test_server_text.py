@@ -13,6 +13,7 @@ from servers.server_sessions import server_session
 
 from utils.commands.servers.server_text import ALONE, TIE, UNKNOWN, Output, TextTrial, cause_of
 from utils.decode.steps import FinishReason
+from utils.repl.runner import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.vllm import VllmKind
@@ -66,6 +67,16 @@ def test_equal_servers(view: Screen) -> None:
     assert "With 3 requests at once the texts stay the same." in shown
     assert len(server.posts()) >= 8 and server.most_at_once > 1
     assert all(request.body["temperature"] == 0 for request in server.posts() if "max_tokens" in request.body)
+
+
+def test_requests_are_greedy_also_where_the_kind_has_no_top_k(view: Screen) -> None:
+    """The session's top-k is not sent, so a server of an unknown kind is no reason to refuse the check."""
+    with Odd() as server:
+        session = server_session(view, ServerAddress("spec", server.url))
+        assert session.handle("/processor topk 1 40") is Verdict.DONE
+        assert session.handle(LINE) is Verdict.DONE
+    assert "Deterministic: 4 requests for 2 prompts" in " ".join(view.take()[0].split())
+    assert server.posts() and all("top_k" not in request.body for request in server.posts())
 
 
 def test_a_server_with_another_text(view: Screen) -> None:
@@ -146,7 +157,10 @@ class Model:
         self.client, self.prefill = self, prefill
         self.prompts: list[tuple[int, ...]] = []
 
-    def complete(self, request: ServerRequest, kind: VllmKind) -> ServerCompletion:
+    def get_text(self, path: str) -> None:
+        """There are no counters."""
+
+    def complete(self, request: ServerRequest, kind: VllmKind, watch: object) -> ServerCompletion:
         assert isinstance(request.prompt, tuple) and request.max_tokens == 1
         self.prompts.append(request.prompt)
         piece = Piece("a", (self.prefill,), seconds=0.1)

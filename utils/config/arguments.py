@@ -22,7 +22,7 @@ from utils.errors import UserError, check_choice
 from utils.files import read_text, user_folder
 from utils.pairs.request import OPTIONS as FLAGS
 from utils.pairs.request import PAIRS, PUBLISHED, PairSpec, check_field
-from utils.servers.address import OPTIONS, ServerAddress, merged, parse_server_flag, server_of
+from utils.servers.address import OPTIONS, ServerAddress, merged, parse_server_flag, server_address
 from utils.text import visible
 
 ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)
@@ -97,7 +97,7 @@ def _server(name: str, value: object) -> ServerAddress:
     if "url" not in entries:
         raise UserError(f'servers.{name} needs an address: url = "http://127.0.0.1:8000".')
     try:
-        return server_of(name, entries)
+        return server_address(name, **entries)
     except UserError as error:
         raise UserError(f"servers.{name}: {error}") from error
 

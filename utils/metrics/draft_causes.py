@@ -84,6 +84,8 @@ class Contrast:
     @property
     def needed(self) -> int:
         """The number of prompts with which the interval would exclude a serious loss, or show it."""
+        if self.high == inf:  # a single prompt has no interval
+            return FEWEST
         room = max(abs(SERIOUS * self.expected - self.loss), MARGIN)
         return min(MOST, max(FEWEST, 2 * self.prompts, ceil(self.prompts * ((self.high - self.loss) / room) ** 2)))
 

@@ -92,7 +92,12 @@ class ServerAddress:
 
 
 def server_address(name: str, url: str, **options: Any) -> ServerAddress:
-    """A checked address. Raises UserError for an invalid value. Messages never repeat the value of key=."""
+    """A checked address. The options may be texts, as in a config file.
+
+    Raises UserError for an invalid value. Messages never repeat the value of key=.
+    """
+    if isinstance(options.get("timeout"), str):
+        options["timeout"] = TIMEOUT.parse(options["timeout"])
     address = ServerAddress(name, url, **options)
     if not NAME.fullmatch(name):
         raise UserError(
@@ -168,7 +173,7 @@ def parse_server(text: str) -> ServerAddress:
     words = split_words(text)
     if len(words) < 2:
         raise UserError(f"give a name and an address, for example: {ADD_EXAMPLE}")
-    return _server(words[0], words[1], words[2:])
+    return server_address(words[0], words[1], **parse_words(words[2:], OPTIONS, most=0)[1])
 
 
 def parse_server_flag(text: str, number: int) -> ServerAddress:
@@ -178,18 +183,7 @@ def parse_server_flag(text: str, number: int) -> ServerAddress:
         raise UserError("--server needs an address, for example http://127.0.0.1:8000.")
     named = re.fullmatch(rf"({NAME.pattern})=(.*)", words[0], re.ASCII)
     name, url = named.groups() if named else (f"s{number}", words[0])
-    return _server(name, url, words[1:])
-
-
-def server_of(name: str, values: Mapping[str, str]) -> ServerAddress:
-    """The server with this name, URL and options, all as text. Raises UserError for invalid values."""
-    options = dict(values)
-    timeout: dict[str, Any] = {"timeout": TIMEOUT.parse(options.pop("timeout"))} if "timeout" in options else {}
-    return server_address(name, **options, **timeout)
-
-
-def _server(name: str, url: str, words: Sequence[str]) -> ServerAddress:
-    return server_of(name, {"url": url, **parse_words(words, OPTIONS, most=0)[1]})
+    return server_address(name, url, **parse_words(words[1:], OPTIONS, most=0)[1])
 
 
 def split_words(text: str) -> list[str]:

@@ -23,7 +23,7 @@ import httpx
 from utils.decode.steps import FinishReason
 from utils.files import os_reason
 from utils.servers.address import ServerAddress, key_headers, without_key
-from utils.servers.kinds.completion import MAX_COUNT, Event, Piece, ServerCompletion, ServerRequest, believed
+from utils.servers.kinds.completion import MAX_COUNT, Piece, ServerCompletion, ServerRequest, believed
 from utils.servers.kinds.server_kind import ServerError, ServerKind
 from utils.text import count_of, visible
 
@@ -40,6 +40,7 @@ DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
 CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that reached the maximum number of tokens
 ABORTED = ("abort", "error", "content_filter")  # finish reasons of answers that are not complete
 UNAVAILABLE = 503
+TOO_LONG = re.compile(r"context|too (?:large|long)|exceed|reduce the length", re.IGNORECASE)  # not a refused field
 
 
 class ServerClient:
@@ -299,7 +300,7 @@ class AnswerStream:
         if text.strip() == DONE:
             self.is_done = True
             return
-        piece = self._piece(self._parsed(text))
+        piece = self._piece(text)
         if piece.finish_reason in ABORTED:
             raise self._error(f"stopped the answer itself ({piece.finish_reason})")
         for name, most in (("prompt_tokens", MAX_COUNT), ("new_tokens", self._request.max_tokens)):
@@ -316,8 +317,8 @@ class AnswerStream:
             self._check_length()
             yield piece
 
-    def _parsed(self, text: str) -> Event:
-        """The JSON object of an event. Raises ServerError for other data and for error events."""
+    def _piece(self, text: str) -> Piece:
+        """The piece of an event. Raises ServerError for error events and for events of an unknown form."""
         try:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -327,10 +328,6 @@ class AnswerStream:
         if event.get("error"):
             raise self._error(f"reported an error: {self._reason(event['error'])}")
         self._figures |= {name: event[name] for name in self._kind.figures if event.get(name) is not None}
-        return event
-
-    def _piece(self, event: Event) -> Piece:
-        """The piece of an event. Raises ServerError for an event of an unknown form."""
         try:
             piece = self._kind.read(event)
             if not isinstance(piece.text, str) or not isinstance(piece.finish_reason, str):
@@ -383,7 +380,7 @@ def _status_error(address: ServerAddress, status: int, message: str) -> ServerEr
     elif status in (401, 403):
         key = f"with the key in {address.key}" if address.key else "without a key (key=VARIABLE names one)"
         hint = f" The request was sent {key}."
-    elif status in (400, 422):
+    elif status in (400, 422) and not TOO_LONG.search(message):
         hint = " If it refuses a field, omit=FIELD or rename=FIELD:NAME in /server add changes what is sent."
     return ServerError((f"{sentence}: {message}" if message else f"{sentence}.") + hint, status)
 

@@ -128,13 +128,13 @@ class ServerList:
         if same is False:
             known.append(prompt)
 
-    def start(self, address: ServerAddress, launch: Launch, *, limit: float) -> Iterator[str]:
+    def start(self, address: ServerAddress, launch: Launch) -> Iterator[str]:
         """Start a local server and use it from now on. Yields progress. `address` has everything but the URL.
 
         Raises UserError as LocalServers.start does, and for a name that is taken.
         """
         with_server(self.addresses, address)
-        url = yield from self.local.start(address.name, launch, limit=limit)
+        url = yield from self.local.start(address.name, launch)
         self.use((*self.addresses, replace(address, url=url)))
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:

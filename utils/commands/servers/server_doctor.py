@@ -15,14 +15,14 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.races import with_bounds
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
 from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
 from utils.comparison.recorded_runs import RecordedRun, read_records
-from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason
@@ -60,7 +60,6 @@ OPTIONS = {
     "prompts": (FEWEST, WholeRange(2, 1000)),
     "length": (64, WholeRange(8, 100_000)),
     "long": (1024, WholeRange(0, 10_000_000)),
-    "draft": (None, WholeRange(1, 256)),
 }
 ATTEMPTS = 3  # requests of a prompt until its figures belong to this request alone
 SAME_TARGET = 0.8  # the share of its greedy text that a target of the same weights predicts, whatever its number format
@@ -189,16 +188,14 @@ class ServerText:
     tokens: list[int]
     drafts: ServerAcceptance
 
-    def counts(self, *, by_position: bool) -> Counts:
-        return self.drafts.by_position if by_position else ((self.drafts.accepted, self.drafts.drafted),)
-
 
 @dataclass(slots=True)
 class ServerExamination:
     """One examination of a server, and what it has found so far.
 
     `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are the
-    server's answers by the kind of texts and the place of the prompt. `draft` is the number of drafts a round.
+    server's answers by the kind of texts and the place of the prompt. `draft` is the number of drafts a round, by the
+    server's counts. Without `by_position`, all positions are compared together, as the first draft.
     """
 
     harness: Harness
@@ -208,9 +205,10 @@ class ServerExamination:
     prompts: Sequence[str]
     length: int
     long: int
-    draft: int | None
     recorded: Mapping[str, RecordedRun]
     texts: dict[str, dict[int, ServerText]] = field(default_factory=dict)
+    draft: int = 1
+    by_position: bool = True
     facts: dict[str, str] = field(default_factory=dict)
     speedups: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
@@ -359,29 +357,26 @@ class ServerExamination:
     def _compare(self) -> Iterator[ReportEvent]:
         """Replay the texts, and find the cause."""
         known = [text for texts in self.texts.values() for text in texts.values()]
-        by_position = all(text.drafts.by_position for text in known)
-        if not by_position:
-            yield Note(
-                f"{self.name} does not count drafts by position: all positions are compared together, as draft 1."
-            )
-        if self.draft is None:
-            self.draft = _drafts_a_round(known)
+        self.by_position = all(text.drafts.by_position for text in known)
+        if not self.by_position:
+            yield Note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
+        self.draft = _drafts_a_round(known)
         for kind, texts in self.texts.items():
-            if self.recorded:
-                self.probes.append(self._recorded_probe(kind, texts, by_position=by_position))
-                continue
             expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
-            for done, text in enumerate(texts.values()):
+            for done, (place, text) in enumerate(texts.items()):
                 yield from countdown.at(done / len(texts), f"replaying {kind} texts: {done} of {len(texts)}")
-                drawn, likeliest = self._replayed(kind, text)
-                expected.append(drawn if by_position else self._together(drawn))
-                greedy.append(likeliest if by_position else self._together(likeliest))
-            measured = [text.counts(by_position=by_position) for text in texts.values()]
+                drawn, likeliest = self._recorded(place) if self.recorded else self._replayed(kind, text)
+                expected.append(drawn)
+                greedy.append(likeliest)
+            measured = [
+                drafts.by_position if self.by_position else ((drafts.accepted, drafts.drafted),)
+                for drafts in (text.drafts for text in texts.values())
+            ]
             self.probes.append(Probe(kind, measured, expected, greedy))
         self.found = contrasts(self.probes)
         self.cause, self.shown = diagnose(self.probes, self.found)
         if self.cause in (DraftCause.FIRST, DraftCause.LATER) and not self.recorded:
-            yield from self._try_readings(by_position=by_position)
+            yield from self._try_readings()
         elif self.cause is DraftCause.SOUND and self.speedups and self.speed.verdict == SLOWER:
             self.cause = DraftCause.SLOW
 
@@ -399,21 +394,21 @@ class ServerExamination:
             own = sum(top == token for top, token in zip(read.logits.argmax(-1).tolist(), text.tokens, strict=True))
             if (share := own / len(text.tokens)) < SAME_TARGET:
                 raise UserError(OTHER_TARGET.format(share, self.name))
-        return expected_drafts(job, read, self.temperature if kind == SAMPLED else 0.0, self.draft or 1)
+        drawn, likeliest = expected_drafts(job, read, self.temperature if kind == SAMPLED else 0.0, self.draft)
+        return self._joined(drawn), self._joined(likeliest)
 
-    def _together(self, counts: Counts) -> Counts:
-        """All positions as one: (accepted, drafted)."""
-        return ((sum(accepted for accepted, _ in counts), counts[0][1] * (self.draft or 1)),) if counts else ()
+    def _joined(self, counts: Counts) -> Counts:
+        """The counts by position, or all positions as one: (accepted, drafted)."""
+        if self.by_position or not counts:
+            return counts
+        return ((sum(accepted for accepted, _ in counts), counts[0][1] * self.draft),)
 
-    def _recorded_probe(self, kind: str, texts: Mapping[int, ServerText], *, by_position: bool) -> Probe:
-        rows = [self.recorded[self.prompts[place]].row for place in texts]
-        expected = [
-            (row["accepted_by_position"] or ()) if by_position else ((row["accepted"] or 0, row["drafted"] or 0),)
-            for row in rows
-        ]
-        return Probe(kind, [text.counts(by_position=by_position) for text in texts.values()], expected)
+    def _recorded(self, place: int) -> tuple[Counts, Counts]:
+        """The counts that are expected of a prompt, by the records."""
+        row = self.recorded[self.prompts[place]].row
+        return (row["accepted_by_position"] if self.by_position else ((row["accepted"], row["drafted"]),)), ()
 
-    def _try_readings(self, *, by_position: bool) -> Iterator[ReportEvent]:
+    def _try_readings(self) -> Iterator[ReportEvent]:
         """Which other reading of the drafter's files gives the measured acceptance on the same texts."""
         drafter, probe = self.harness.pair.drafter, self.probes[0]
         if not isinstance(drafter, FeatureDrafter):
@@ -424,7 +419,6 @@ class ServerExamination:
                 yield Progress(f"trying the reading: {name} ...")
                 drafter.conventions = conventions
                 counts = [self._replayed(probe.name, text)[0] for text in self.texts[probe.name].values()]
-                counts = [one if by_position else self._together(one) for one in counts]
                 first = rate(counts, 0) or 0.0
                 if first > LEAST_READING and agrees(probe.measured, counts):
                     matches[name] = first
@@ -459,7 +453,7 @@ class ServerExamination:
         if self.recorded:  # the pair ran on another machine
             return settings_elsewhere(started) if started is not None else []
         pair = self.harness.pair
-        made = speculation(pair, self.settings, self.draft or 1, kind=pair.drafter_kind)
+        made = speculation(pair, self.settings, self.draft, kind=pair.drafter_kind)
         # Texts were sampled even if this session is greedy, and the setting for that is the remedy.
         return settings_elsewhere(replace(made, rule=RULE) if self.cause is DraftCause.GREEDY_DRAFTS else made)
 
@@ -491,31 +485,26 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"which server? For example {EXAMPLE}.")
     connection = servers.connections[check_choice(words[0], tuple(servers.connections), "server")]
     numbers = parse_numbers(values, OPTIONS)
-    recorded = _recorded(values["expect"], context.settings) if "expect" in values else {}
+    recorded = _records(values["expect"], context.settings) if "expect" in values else {}
     if not recorded and (harness.loaded is None or harness.pair.drafter is None):
         raise UserError(NO_HALF)
     if not recorded and harness.pair.drafter_tokenizer is not None:
         raise UserError(TOKENIZERS)
     prompts = _prompts(words[1:], recorded)
-    length, long, count = (int(numbers[name] or 0) for name in ("length", "long", "prompts"))
-    if recorded:
-        length = max(int(run.row["settings"]["length"]) for run in recorded.values())
-    baseline = servers.connections.get(connection.address.baseline or "")
     examination = ServerExamination(
-        *(harness, context.settings, connection, baseline),
-        prompts=spaced(prompts, count),
-        length=length,
-        long=long,
-        draft=numbers["draft"],
+        *(harness, context.settings, connection),
+        servers.connections.get(connection.address.baseline or ""),
+        spaced(prompts, numbers["prompts"]),
+        length=context.settings.length if recorded else numbers["length"],
+        long=numbers["long"],
         recorded=recorded,
     )
-    report = Report(
-        *("server doctor", examination.prompts[0], context.settings, TABLE.headings),
-        examination.events(),
-        examination.conclusion,
+    report = TABLE.report(
+        *("server doctor", examination.prompts[0], context.settings, examination.events()),
+        conclude=examination.conclusion,
         title=f"/server doctor {words[0]}, {count_of(len(examination.prompts), 'prompt')}",
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:
@@ -530,7 +519,7 @@ def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Seque
     return found
 
 
-def _recorded(file: str, settings: Settings) -> dict[str, RecordedRun]:
+def _records(file: str, settings: Settings) -> dict[str, RecordedRun]:
     """The runs with drafts of a file by prompt, of one strategy. Raises UserError if they cannot be repeated here."""
     read = read_records(path_in(file, EXAMPLE)).runs
     runs = [run for run in read if run.row.get("accepted_by_position") and not run.row.get("history")]

@@ -25,10 +25,10 @@ from utils.commands.servers.load_figures import (
     load_table,
     load_tables,
 )
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Note, Progress, Report, ReportEvent
+from utils.comparison.reports import Note, Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
@@ -299,17 +299,16 @@ def load(argument: str, context: CommandContext) -> Outcome:
     measurement = _measurement(context, arms, prompts, options)
     cells, table = measurement.cells, load_table(measurement.limits)
     sizes = f"{'exactly' if measurement.is_fixed else 'up to'} {count_of(measurement.length, 'token')} a request"
-    report = Report(
-        *("server load", prompts[0], context.settings, table.headings),
+    report = table.report(
+        *("server load", prompts[0], context.settings),
         then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
-        conclusion,
+        conclude=conclusion,
         attachment=lambda findings: "\n".join(load_settings(findings, started)),
         tables=load_tables,
-        optional=table.optional,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _arms(servers: ServerList, name: str, drafts: str | None) -> list[LoadArm]:

@@ -4,41 +4,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from utils.bounds import WholeRange
 from utils.commands.shared.columns import ResultTable, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport
-from utils.comparison.reports import Finding, Progress, Report, ReportEvent
+from utils.commands.shared.registry import CommandContext, Outcome
+from utils.comparison.reports import Finding, Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.pard import is_pard
 from utils.errors import UserError, check_choice
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
-from utils.servers.address import (
-    ServerAddress,
-    parse_numbers,
-    parse_words,
-    server_address,
-    split_words,
-    with_server,
-)
+from utils.servers.address import ServerAddress, parse_numbers, parse_words, server_address, split_words, with_server
 from utils.servers.connection import ServerList
 from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
-from utils.servers.processes.local_servers import READY_SECONDS
-from utils.servers.processes.programs import (
-    CONTEXT,
-    DRAFTS,
-    EMBEDDED,
-    NGRAM,
-    PARALLEL,
-    PROGRAMS,
-    Launch,
-    command_line,
-)
+from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
 
-SIZES = {"draft": (None, DRAFTS), "context": (None, CONTEXT), "parallel": (None, PARALLEL)}
-WAIT = {"wait": (READY_SECONDS, WholeRange(1, 86_400))}
-OPTIONS = (*SIZES, *WAIT, "drafter", "method", "program", "name", "baseline")
+OPTIONS = ("drafter", "draft", "method", "program", "name", "baseline")
 TABLE = ResultTable(
     figure("server", "server"),
     figure("URL", "url"),
@@ -68,28 +48,23 @@ def start(argument: str, context: CommandContext) -> Outcome:
         method=options.get("method", ""),
         format="" if "method" in options else _format(kind, drafter),
         program=options.get("program", ""),
-        **parse_numbers(options, SIZES),
+        **parse_numbers(options, {"draft": (None, DRAFTS)}),
         flags=tuple(split_words(flags)),
     )
-    limit = parse_numbers(options, WAIT)["wait"]
     command_line(launch, 1)  # raises UserError for what cannot be started
     servers = context.harness.state.servers
     name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
     # The address is still unknown, but its name and its baseline can be checked.
     placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
     with_server(servers.addresses, placeholder)
-    report = Report(
-        *("server start", "", context.settings, TABLE.headings),
-        _starting(servers, placeholder, launch, limit),
-        _conclusion,
-        title=f"/server start {kind}",
-    )
-    return [RunReport(report)]
+    events = _starting(servers, placeholder, launch)
+    title = f"/server start {kind}"
+    return [TABLE.report("server start", "", context.settings, events, conclude=_conclusion, title=title)]
 
 
-def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit: float) -> Iterator[ReportEvent]:
+def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> Iterator[ReportEvent]:
     began = time.monotonic()
-    for line in servers.start(address, launch, limit=limit):
+    for line in servers.start(address, launch):
         yield Progress(line)
     url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
     process = servers.local.process_of(address.name)

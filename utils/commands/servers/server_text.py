@@ -7,19 +7,21 @@ rounding tie? A tie is shown without probabilities: the baseline itself yields e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
+from math import inf
+from typing import NamedTuple
 
 from utils.bounds import WholeRange
 from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
-from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
-from utils.decode.steps import FinishReason
+from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
 from utils.servers.connection import Connection
-from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest
+from utils.servers.kinds.completion import Chat, ServerRequest
 from utils.servers.kinds.server_kind import ServerError
 from utils.servers.load_slice import run_slice
 from utils.text import count_of
@@ -29,7 +31,6 @@ OPTIONS = {
     "concurrency": (4, WholeRange(1, 64)),
     "limit": (4, WholeRange(1, 1000)),
 }
-UNANSWERED = "The server {} has not answered all requests within {:.0f} s."
 MOST_EXAMINED = 8  # differences; each needs one more request
 ALONE, LOAD, WHERE = "alone", "load", "difference"
 TOKEN, CHARACTER = "token", "character"
@@ -73,16 +74,11 @@ TABLE = ResultTable(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """The text of an answer, and its token ids if the server returns them."""
 
     text: str
     token_ids: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, completion: ServerCompletion) -> "Output":
-        return cls(completion.text, completion.token_ids)
 
     def difference(self, other: "Output") -> tuple[int, str] | None:
         """The index of the first difference or None, in tokens if both have ids, otherwise in characters."""
@@ -134,13 +130,12 @@ def text(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"the prompts file {words[1]} has no prompts: write one per line.")
     prompts = spaced(found, options["limit"])
     trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
-    report = Report(
-        *("server_text", prompts[0], context.settings, TABLE.headings),
-        _events(trial, context),
-        partial(conclusion, name, other),
+    report = TABLE.report(
+        *("server_text", prompts[0], context.settings, _events(trial, context)),
+        conclude=partial(conclusion, name, other),
         title=f"/server text {name}{f' compared with {other}' * bool(other)}, {_chosen_text(prompts, differing)}",
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:
@@ -163,10 +158,12 @@ def _events(trial: TextTrial, context: CommandContext) -> Iterator[ReportEvent]:
         if trial.concurrency > 1:
             yield Progress(f"under load: {each} to each server, {trial.concurrency} at once ...")
             for connection in trial.connections:
-                _run_together(trial, connection)
+                name, count = connection.address.name, len(trial.prompts)
+                outputs = _outputs(connection, trial.requests[name] * trial.repeats, trial.concurrency)
+                trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
                 yield _row(trial, LOAD, connection)
         yield from _differences(trial)
-    except ServerError:
+    except UserError:
         for connection in trial.connections:
             connection.close()
         raise
@@ -186,38 +183,22 @@ def _requests(connection: Connection, prompts: Sequence[str], context: CommandCo
 
 
 def _run_alone(trial: TextTrial) -> Iterator[Progress]:
-    countdown, done, count = Countdown(), 0, trial.repeats * len(trial.prompts)
-    for connection in trial.connections:
-        trial.outputs[ALONE, connection.address.name] = [[] for _ in trial.prompts]
-    for _ in range(trial.repeats):
-        for number in range(len(trial.prompts)):
-            for connection in trial.connections:
-                name = connection.address.name
-                output = Output.of(_ask(connection, trial.requests[name][number]))
-                trial.outputs[ALONE, name][number].append(output)
-            done += 1
-            yield from countdown.at(done / count, f"alone: {done} of {count_of(count, 'request')} to each server")
+    countdown, turns = Countdown(), list(product(range(trial.repeats), range(len(trial.prompts))))
+    for done, (_, number) in enumerate(turns):
+        yield from countdown.at(done / len(turns), f"alone: {done} of {len(turns)} requests to each server")
+        for connection in trial.connections:
+            name = connection.address.name
+            of_prompts = trial.outputs.setdefault((ALONE, name), [[] for _ in trial.prompts])
+            of_prompts[number] += _outputs(connection, trial.requests[name][number : number + 1])
 
 
-def _ask(connection: Connection, request: ServerRequest) -> ServerCompletion:
-    """One complete answer. Raises KeyboardInterrupt if Ctrl-C ended it."""
-    completion = connection.client.complete(request, connection.kind)
-    if completion.finish is FinishReason.INTERRUPTED:
-        raise KeyboardInterrupt
-    return completion
-
-
-def _run_together(trial: TextTrial, connection: Connection) -> None:
-    """All requests, with different prompts at the same time. Raises ServerError if one fails."""
-    name = connection.address.name
-    requests, count = trial.requests[name] * trial.repeats, len(trial.prompts)
-    limit = connection.address.timeout * len(requests)  # each request has its own timeouts
-    answered = run_slice(connection, requests, concurrency=trial.concurrency, limit=limit)
-    if answered.failures or answered.unfinished:
-        raise ServerError(next(iter(answered.failures), UNANSWERED.format(name, limit)))
-    completions = {one.number: one.completion for one in answered.requests if one.completion is not None}
-    outputs = [Output.of(completions[number]) for number in range(len(requests))]
-    trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
+def _outputs(connection: Connection, requests: Sequence[ServerRequest], concurrency: int = 1) -> list[Output]:
+    """The answers in the order of the requests, each of which has its own timeouts. Raises UserError if one fails."""
+    answered = run_slice(connection, requests, concurrency=concurrency, limit=inf)
+    if answered.failures:
+        raise ServerError(answered.failures[0])
+    answers = sorted(answered.requests, key=lambda one: one.number)
+    return [Output(one.completion.text, one.completion.token_ids) for one in answers if one.completion is not None]
 
 
 def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int, str]]:
@@ -291,10 +272,10 @@ def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> str:
         return UNKNOWN
     prefill = replace(request, prompt=(*request.prompt, *ids[:place]), max_tokens=1)
     try:
-        again = _ask(trial.connections[0], prefill).token_ids
+        (again,) = _outputs(trial.connections[0], [prefill])
     except UserError:  # for example if the context is one token too long
         return UNKNOWN
-    return TIE if again == ids[place : place + 1] else UNKNOWN
+    return TIE if again.token_ids == ids[place : place + 1] else UNKNOWN
 
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:

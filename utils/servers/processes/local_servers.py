@@ -24,7 +24,7 @@ from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import EMBEDDED, HOST, Launch, command_line
 from utils.text import visible
 
-READY_SECONDS = 600.0  # large models take minutes to load
+READY_SECONDS = 1800.0  # large models take minutes to load; Ctrl-C ends the waiting
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
 GUARD = Path(__file__).parent / "guard.py"
 POLL = 0.2  # seconds between two checks whether the server is ready

@@ -20,8 +20,6 @@ NGRAM = "ngram"  # drafts from n-grams of the text itself
 EMBEDDED = "embedded"  # the bundled model, as a target or a drafter
 DEFAULT_DRAFT = 4  # drafts per round for a drafter without a length
 DRAFTS = WholeRange(0, 256)
-CONTEXT = WholeRange(16, 100_000_000)
-PARALLEL = WholeRange(1, 4096)
 ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 HOST = "127.0.0.1"
 LLAMA_CHILD = Path(__file__).parent / "llama_child.py"
@@ -35,8 +33,7 @@ class Launch:
     `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
     NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
     `method` is the program's word for the draft method, if the user gave it, and `format` the drafter kind of a
-    published drafter. `context` counts tokens and `parallel` concurrent requests; None is the program's default.
-    `program` is the executable, searched for if empty. `flags` are passed on unchanged.
+    published drafter. `program` is the executable, searched for if empty. `flags` are passed on unchanged.
     """
 
     kind: str
@@ -45,8 +42,6 @@ class Launch:
     draft: int | None = None
     method: str = ""
     format: str = ""
-    context: int | None = None
-    parallel: int | None = None
     program: str = ""
     flags: tuple[str, ...] = ()
 
@@ -130,7 +125,6 @@ def _llama_arguments(launch: Launch, port: int) -> list[str]:
     model = Path(launch.model)
     source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
     line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
-    line += _optional("--ctx-size", launch.context) + _optional("--parallel", launch.parallel)
     return [*line, *launch.draft_flags]
 
 
@@ -142,9 +136,7 @@ def _alias(model: Path) -> str:
 def _vllm_arguments(launch: Launch, port: int) -> list[str]:
     # `vllm serve` takes the model only as a positional argument, the module only as an option.
     model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
-    line = [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching"]
-    line += _optional("--max-model-len", launch.context) + _optional("--max-num-seqs", launch.parallel)
-    return [*line, *launch.draft_flags]
+    return [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching", *launch.draft_flags]
 
 
 PROGRAMS = {
@@ -171,7 +163,3 @@ PROGRAMS = {
 
 def _is_python(program: str) -> bool:
     return Path(program).name.startswith("python")
-
-
-def _optional(flag: str, value: int | None) -> list[str]:
-    return [] if value is None else [flag, str(value)]
