@@ -15,17 +15,21 @@ from typing import Any
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
 from utils.comparison.arms import complete
-from utils.comparison.recorded_runs import (
+from utils.comparison.records import (
+    SERVER,
+    Countdown,
+    Finding,
     Problem,
     RecordedRun,
+    ReportEvent,
     RunMatch,
+    circumstances,
     differences,
     match,
     problem_sentences,
     read_records,
+    shortened,
 )
-from utils.comparison.records import SERVER, circumstances
-from utils.comparison.reports import Countdown, Finding, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.settings import from_json
 from utils.errors import UserError, check_choice

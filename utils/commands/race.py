@@ -30,7 +30,7 @@ from utils.commands.experiments.races import (
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.commands.shared.registry import Command, CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import Arm
-from utils.comparison.reports import ReportEvent, shortened
+from utils.comparison.records import ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,

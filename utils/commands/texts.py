@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from utils.commands.shared.registry import Command, CommandContext, Effect, Outcome, Reply, ShowRows
-from utils.comparison.arms import ComparedRun
-from utils.comparison.runs import divergence_sentence
-from utils.comparison.session_state import LastPrompt, SessionState, own_conversations, unlike_target
+from utils.comparison.arms import ComparedRun, divergence_sentence
+from utils.comparison.harness import LastPrompt, SessionState, own_conversations, unlike_target
 from utils.errors import UserError
 from utils.metrics.results import first_difference
 from utils.text import count_of

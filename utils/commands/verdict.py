@@ -5,11 +5,19 @@ from dataclasses import dataclass, replace
 
 from utils.commands.experiments.races import race_row, then_findings
 from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome, RunReport
-from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, plan_prompts, started_clock
+from utils.commands.verdicts.measurement import (
+    BUILT_IN,
+    Figures,
+    Measurement,
+    PromptPlan,
+    plan_prompts,
+    sentences,
+    started_clock,
+    verdict_table,
+)
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
-from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
-from utils.comparison.reports import ReportEvent, shortened
+from utils.comparison.records import ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
@@ -72,7 +80,7 @@ class _VerdictRun:
         self.measurement = yield from self.selection.choose(self.plan)
         yield from self.measurement.run()
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[Figures]:
         """The baseline, then the candidate."""
         measurement = self.measurement
         if measurement is None or not measurement.speedups:

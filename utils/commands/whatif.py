@@ -27,10 +27,9 @@ from utils.commands.shared.columns import (
     rate_of,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, ReportEvent
-from utils.comparison.session_state import LastPrompt
-from utils.comparison.strategies import Strategy
+from utils.comparison.harness import LastPrompt
+from utils.comparison.records import Finding, Progress, ReportEvent
+from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.text import count_of
 

@@ -17,8 +17,7 @@ from utils.comparison.harness import Harness
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import GREEDY, Limits, ProcessorSpec, StorageSpec
 from utils.errors import UserError
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 PAIR = table_pair()
 

@@ -16,7 +16,7 @@ from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, u
 import infer
 from utils.commands.experiments.speed_model import TimeSplit, limits
 from utils.commands.verdicts import measurement
-from utils.commands.verdicts.wording import answer, tasks
+from utils.commands.verdicts.measurement import answer, tasks
 from utils.comparison import speed_claims
 from utils.comparison.speed_claims import SpeedClaim
 from utils.config.arguments import parse_arguments
@@ -24,7 +24,7 @@ from utils.decode.steps import FinishReason, Step
 from utils.engine import Engine
 from utils.metrics import intervals
 from utils.metrics.results import Generation
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

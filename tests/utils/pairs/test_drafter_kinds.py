@@ -11,10 +11,10 @@ from tiny import tiny_head
 from ngram_assisted import LongestMatch, MatchDrafter, NGramStorage
 from sampling import RULES, Draft, Drafter, speculative_steps
 from utils.commands import default_registry
-from utils.comparison.job import Job
+from utils.comparison.strategies import Job
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.metrics.draft_trace import DraftTracer
+from utils.metrics.results import DraftTracer
 from utils.pairs import drafter_kinds, request
 from utils.pairs.drafter_kinds import (
     DRAFTER_KINDS,
@@ -26,7 +26,7 @@ from utils.pairs.drafter_kinds import (
     drafter_label,
     surviving_kinds,
 )
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 NAMES = [kind.name for kind in DRAFTER_KINDS]
 PROMPT = [5, 9, 13, 7] * 3

@@ -14,13 +14,12 @@ from turns import START, A, handled, jobs_of, rendered
 
 from utils.commands.session import FORGOTTEN, NO_CONVERSATION
 from utils.commands.shared.setting_commands import NO_EFFECT
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.prompts.conversation import prompt_ids
 from utils.repl.loaded_pair import CONVERSATION_ENDED, CONVERSATION_LOST
-from utils.repl.runner import TURN_NOT_KEPT, Verdict
+from utils.repl.repl_session import TURN_NOT_KEPT, Verdict
 
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:

@@ -11,12 +11,12 @@ from local_runs import arm_of, compared_with, local_run
 from terminal import Terminal
 from tiny import tiny_tokenizer
 
-from utils.comparison.runs import Run
+from utils.comparison.arms import Run
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation, collect
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.screen.run_view import PromptView
 
 TOKENIZER = tiny_tokenizer()

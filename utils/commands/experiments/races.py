@@ -11,13 +11,13 @@ from statistics import median
 from typing import Any, Self, TypeVar
 
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
-from utils.comparison.arms import Arm, LocalArm, ServerArm, complete
+from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent, shortened
-from utils.comparison.runs import PREFIX, Run, compare_run, text_figures
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
+    NO_BASELINE,
     SLOWER,
     TOO_FEW,
     SpeedClaim,
@@ -28,7 +28,6 @@ from utils.comparison.speed_claims import (
     speed_sentence,
     speedup_text,
 )
-from utils.comparison.summary import NO_BASELINE
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings

@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.commands.experiments.races import OTHER_REASON
 from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
-from utils.comparison.reports import Finding, ReportTable
+from utils.comparison.records import Finding, ReportTable
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,

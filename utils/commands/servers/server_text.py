@@ -12,7 +12,7 @@ from utils.bounds import WholeRange
 from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
 from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
 from utils.comparison.arms import request_maker
-from utils.comparison.reports import Countdown, Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.records import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.commands.shared.registry import RunReport
-from utils.comparison.reports import Finding, Report, ReportEvent
+from utils.comparison.records import Finding, Report, ReportEvent
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Report
+from utils.comparison.records import Report
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
