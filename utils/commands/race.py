@@ -27,8 +27,20 @@ from utils.commands.experiments.races import (
     spread,
     then_findings,
 )
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.registry import Command, CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import (
+    NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    RunReport,
+    figure,
+    figures_of,
+    grouped,
+    path_in,
+)
 from utils.comparison.arms import Arm
 from utils.comparison.records import ReportEvent, shortened
 from utils.comparison.speed_claims import (

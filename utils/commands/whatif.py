@@ -16,8 +16,11 @@ from utils.commands.experiments.speed_model import (
     predictions,
     target_run,
 )
-from utils.commands.shared.columns import (
+from utils.commands.shared.registry import (
     NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
     ResultColumn,
     ResultTable,
     Row,
@@ -26,7 +29,6 @@ from utils.commands.shared.columns import (
     grouped,
     rate_of,
 )
-from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.comparison.strategies import Job, Strategy

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
+from utils.commands.setting_commands import NO_EFFECT
 from utils.commands.shared.registry import ChangeSettings
-from utils.commands.shared.setting_commands import NO_EFFECT
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import GREEDY, Limits, ProcessorSpec, StorageSpec

@@ -44,14 +44,14 @@ def test_every_word_has_a_row() -> None:
 
 def test_an_unknown_word_is_refused_with_all_names() -> None:
     with pytest.raises(UserError) as caught:
-        drafter_kind("nonsense")
+        request.check_drafter("nonsense")
     assert all(name in str(caught.value) for name in ("nonsense", *NAMES))
 
 
 @pytest.mark.parametrize("number", ["", "0", "04", "-1", "1.5", "10000", "K", "x", "\N{ARABIC-INDIC DIGIT THREE}"])
 def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
     with pytest.raises(UserError) as caught:
-        drafter_kind(f"layers:{number}")
+        request.check_drafter(f"layers:{number}")
     assert f"'layers:{number}'" in str(caught.value) and "layers:K" in str(caught.value)
 
 

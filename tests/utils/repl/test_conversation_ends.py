@@ -12,8 +12,7 @@ import pytest
 from fakes import Screen, open_session, table_pair, tiny_pair
 from turns import START, A, handled, jobs_of, rendered
 
-from utils.commands.session import FORGOTTEN, NO_CONVERSATION
-from utils.commands.shared.setting_commands import NO_EFFECT
+from utils.commands.setting_commands import FORGOTTEN, NO_CONVERSATION, NO_EFFECT
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError

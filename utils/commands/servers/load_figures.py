@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from utils.commands.experiments.races import OTHER_REASON
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
+from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
 from utils.comparison.records import Finding, ReportTable
 from utils.comparison.speed_claims import (
     FASTER,

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from utils.bounds import WholeRange
-from utils.commands.shared.columns import ResultTable, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport
+from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, RunReport, figure, figures_of
 from utils.comparison.records import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of

@@ -9,8 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from utils.bounds import WholeRange
-from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import (
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    RunReport,
+    figure,
+    figures_of,
+    path_in,
+)
 from utils.comparison.arms import request_maker
 from utils.comparison.records import Countdown, Finding, Note, Progress, Report, ReportEvent
 from utils.decode.steps import FinishReason
