@@ -30,14 +30,13 @@ from utils.comparison.records import (
     SERVER,
     Countdown,
     Finding,
-    Problem,
     RecordedRun,
     ReportEvent,
     RunMatch,
     circumstances,
     differences,
     match,
-    problem_sentences,
+    problem_sentence,
     read_records,
     shortened,
 )
@@ -178,7 +177,7 @@ def _replayed(
     comparison: _Comparison, recorded: Sequence[RecordedRun], context: CommandContext
 ) -> Iterator[ReportEvent]:
     """Run all records again, as far as they can run here."""
-    countdown, problems = Countdown(), list[Problem]()
+    countdown, problems = Countdown(), dict[str, list[int]]()
     warm = set[tuple[str, ...]]()
     try:
         for index, past in enumerate(recorded):
@@ -187,15 +186,16 @@ def _replayed(
             try:
                 found = _rerun(past, context, warm)
             except UserError as error:
-                problems.append(Problem("A", past.line, str(error)))
+                problems.setdefault(str(error), []).append(past.line)
             else:
                 yield comparison.add(found)
     finally:
-        comparison.left_out += problem_sentences(problems)
-        if left := len(recorded) - len(comparison.matches) - len(problems):
+        refused = [problem_sentence("A", lines, reason) for reason, lines in problems.items()]
+        comparison.left_out += refused
+        if left := len(recorded) - len(comparison.matches) - sum(map(len, problems.values())):
             comparison.left_out.append(f"{left} of {len(recorded)} records were not reached.")
     if not comparison.matches:
-        raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(problems))}")
+        raise UserError(f"none of the records could be run again. {' '.join(refused)}")
 
 
 def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> RunMatch:

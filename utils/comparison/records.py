@@ -432,14 +432,6 @@ def shown_value(value: Any) -> str:
     return "none" if value is None else str(value)[:80]
 
 
-class Problem(NamedTuple):
-    """Why a run of file A or B has no counterpart."""
-
-    file: str
-    line: int
-    reason: str
-
-
 class RunMatch(NamedTuple):
     """Matching runs of the first and the second file. `notes` are further sentences on how they differ."""
 
@@ -458,25 +450,18 @@ def match(first: Sequence[RecordedRun], second: Sequence[RecordedRun]) -> tuple[
         if len(ours) == len(theirs) == 1:  # one run left on each side: compare them although they differ
             pairs.append((ours.popitem()[1], theirs.popitem()[1]))
         matches += (RunMatch(one, other) for one, other in pairs)
-    problems = [
-        Problem(name, run.line, NO_COUNTERPART)
-        for name, tasks in (("A", left), ("B", right))
-        for methods in tasks.values()
-        for runs in methods.values()
-        for run in runs
-    ]
-    return matches, problem_sentences(problems)
-
-
-def problem_sentences(problems: Iterable[Problem]) -> list[str]:
-    """Each reason once, with its line numbers."""
-    groups = _grouped(problems, lambda problem: (problem.file, problem.reason))
     sentences = []
-    for (file, reason), group in groups.items():
-        shown = ", ".join(str(problem.line) for problem in group[:SHOWN_LINES])
-        more = f" and {len(group) - SHOWN_LINES} more" if len(group) > SHOWN_LINES else ""
-        sentences.append(f"{file}, line{'s' * (len(group) > 1)} {shown}{more}: {reason}")
-    return sentences
+    for name, tasks in (("A", left), ("B", right)):
+        lines = [run.line for methods in tasks.values() for runs in methods.values() for run in runs]
+        sentences += [problem_sentence(name, lines, NO_COUNTERPART)] if lines else []
+    return matches, sentences
+
+
+def problem_sentence(file: str, lines: Sequence[int], reason: str) -> str:
+    """Why runs in these lines of file A or B have no counterpart."""
+    shown = ", ".join(map(str, lines[:SHOWN_LINES]))
+    more = f" and {len(lines) - SHOWN_LINES} more" if len(lines) > SHOWN_LINES else ""
+    return f"{file}, line{'s' * (len(lines) > 1)} {shown}{more}: {reason}"
 
 
 def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -6,7 +6,6 @@ Without accepted drafts it cannot be faster, whatever the clock shows.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import comb, inf
 from typing import Any, Self
 
@@ -169,6 +168,8 @@ def baseline_name(row: Row) -> str:
     return row.get("baseline") or "target-only"
 
 
+EVEN = "about as fast as"
+NEXT = {FASTER: "/race 5 checks it", EVEN: "/race 5 tells more"}  # what to type after the fastest run
 NOTICEABLE = 0.05  # smaller differences between single runs are treated as noise
 NO_TOKENS = "No token was generated, so there is nothing to compare."
 NO_TARGET = "Without target-only there is nothing to compare the speed with: /target on."
@@ -220,15 +221,6 @@ def is_noise(compared: ComparedRun) -> bool:
     return round(credible, 2) < round(measured, 2) and credible < 1 + NOTICEABLE
 
 
-class Speed(Enum):
-    """A run's speed relative to target-only."""
-
-    FASTER = auto()
-    EVEN = auto()
-    SLOWER = auto()
-    UNEXPLAINED = auto()  # no draft was accepted
-
-
 @dataclass(frozen=True, slots=True)
 class Rival:
     """A run with drafts beside the target's. `factor` is its credible speed-up."""
@@ -254,12 +246,11 @@ class Rival:
         return LIMIT.format(self.name, measured, bound) if self.about.startswith("at most") else ""
 
     @property
-    def speed(self) -> Speed:
+    def speed(self) -> str:
+        """FASTER, SLOWER or EVEN, or empty: without accepted drafts nothing explains the speed."""
         if not self.compared.run.accepted:
-            return Speed.UNEXPLAINED
-        if abs(self.factor - 1) < NOTICEABLE:
-            return Speed.EVEN
-        return Speed.FASTER if self.factor > 1 else Speed.SLOWER
+            return ""
+        return EVEN if abs(self.factor - 1) < NOTICEABLE else FASTER if self.factor > 1 else SLOWER
 
 
 def summary(compared: Sequence[ComparedRun], planned: Collection[str], elsewhere: str = "") -> str:
@@ -286,8 +277,8 @@ def summary(compared: Sequence[ComparedRun], planned: Collection[str], elsewhere
         return NO_RIVAL
     rivals = sorted(found, key=lambda rival: -rival.factor)
     sentence = f"{', and '.join(filter(None, (_speeds(rivals), _texts(rivals))))}; {_next(rivals)}."
-    limit = next((rival.limit for rival in rivals if rival.speed is Speed.FASTER), "")
-    without = [rival.name for rival in rivals if rival.speed is Speed.UNEXPLAINED]
+    limit = next((rival.limit for rival in rivals if rival.speed == FASTER), "")
+    without = [rival.name for rival in rivals if not rival.speed]
     noise = NOISE.format(_listed(without)) if 0 < len(without) < len(rivals) else ""
     return " ".join(filter(None, (sentence, limit, elsewhere, noise)))
 
@@ -298,21 +289,17 @@ def _listed(names: Sequence[str]) -> str:
 
 def _speeds(rivals: Sequence[Rival]) -> str:
     """Which strategies were faster than target-only, and by about how much."""
-    judged = [rival for rival in rivals if rival.speed is not Speed.UNEXPLAINED]
+    judged = [rival for rival in rivals if rival.speed]
     if not judged:
         return NO_DRAFTS
-    best, several, factor = judged[0], len(judged) > 1, judged[0].about
-    match best.speed:
-        case Speed.FASTER:
-            first = "the fastest, " if sum(rival.speed is Speed.FASTER for rival in judged) > 1 else ""
-            return f"{best.name} was {first}{factor} as fast as target-only"
-        case Speed.EVEN if several:
-            return "Nothing was clearly faster than target-only"
-        case Speed.EVEN:
-            return f"{best.name} was about as fast as target-only"
-        case _:
-            who = f"the best, {best.name}," if several else best.name
-            return f"Nothing was faster than target-only: {who} ran at {factor} its speed"
+    best, several = judged[0], len(judged) > 1
+    if best.speed == FASTER:
+        first = "the fastest, " * (sum(rival.speed == FASTER for rival in judged) > 1)
+        return f"{best.name} was {first}{best.about} as fast as target-only"
+    if best.speed == EVEN:
+        return "Nothing was clearly faster than target-only" if several else f"{best.name} was {EVEN} target-only"
+    who = f"the best, {best.name}," if several else best.name
+    return f"Nothing was faster than target-only: {who} ran at {best.about} its speed"
 
 
 def _texts(rivals: Sequence[Rival]) -> str:
@@ -329,9 +316,7 @@ def _texts(rivals: Sequence[Rival]) -> str:
 def _next(rivals: Sequence[Rival]) -> str:
     """What to type next, and why."""
     speeds = {rival.speed for rival in rivals}
-    if Speed.FASTER in speeds:
-        return "/race 5 checks it"
-    return "/race 5 tells more" if Speed.EVEN in speeds else "/verdict looks for settings that help"
+    return next((words for speed, words in NEXT.items() if speed in speeds), "/verdict looks for settings that help")
 
 
 def server_summary(prompt: LastPrompt) -> Iterator[str]:

@@ -92,7 +92,7 @@ def test_ctrl_c_after_the_last_answer_keeps_nothing_either(view: Screen, monkeyp
 
     session = open_session(view)
     handled(session, *START)
-    monkeypatch.setattr(view.renderer, "comparison", interrupted)
+    monkeypatch.setattr(view.renderer, "table", interrupted)
     assert session.handle("Hello") is Verdict.INTERRUPTED
     assert TURN_NOT_KEPT in view.take()[1] and not session.harness.state.conversations.by_name
 
