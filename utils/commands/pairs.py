@@ -18,7 +18,6 @@ from utils.commands.shared.registry import (
     ResultTable,
     Row,
     ShowRows,
-    UsePair,
 )
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
@@ -70,7 +69,7 @@ def _load(argument: str, context: CommandContext) -> Outcome:
     request = parse_request(argument, current, context.pairs)
     if not request.target:
         raise UserError("name a target too, because no model is loaded: /load target=FOLDER, or a pair by name.")
-    return [UsePair(request)]
+    return [request]
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:

@@ -20,7 +20,6 @@ from utils.commands.shared.registry import (
     Reply,
     RunLines,
     ShowRows,
-    UseStorage,
     output_in,
     path_in,
 )
@@ -227,7 +226,7 @@ def _load_ngrams(argument: str, context: CommandContext) -> Outcome:
         notes.append(f"they come from runs of {model or 'an unknown model'}, not of {harness.pair.target_name}")
     settings = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
     # In this order: a changed ngram_storage makes the session create an empty storage, which is then replaced.
-    return [ChangeSettings(settings), UseStorage(storage), Reply("; ".join(notes))]
+    return [ChangeSettings(settings), storage, Reply("; ".join(notes))]
 
 
 SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {

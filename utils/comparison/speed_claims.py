@@ -7,14 +7,14 @@ Without accepted drafts it cannot be faster, whatever the clock shows.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, inf
-from typing import Any, Self
+from typing import Any
 
 from utils.comparison.arms import PREFIX, ComparedRun, Run
 from utils.comparison.harness import LastPrompt
 from utils.decode.steps import FinishReason
 from utils.metrics.intervals import FASTER as FASTER
 from utils.metrics.intervals import SLOWER as SLOWER
-from utils.metrics.intervals import Interval, speedup_interval
+from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.servers.address import TARGET, other_machine
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.text import count_of
@@ -34,58 +34,35 @@ NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing
 Row = Mapping[str, Any]  # the figures of a finding
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedClaim:
-    """A speed-up over target-only and the claim that follows from it.
+def speed_claim(
+    groups: Sequence[Sequence[float]],
+    *,
+    baseline: bool = False,
+    tokens_per_forward: float | None = None,
+    these_prompts: bool = False,
+) -> dict[str, Any]:
+    """The claim for speed-ups over a baseline, grouped by prompt, as figures for the JSON record.
 
-    `interval` is None and `verdict` is "-" if there is nothing to compare. Otherwise the verdict is BASELINE, TOO_FEW,
-    FASTER, SLOWER or NOT_DISTINGUISHABLE. `without_gain` is True if the strategy drafts, but needs as many forward
-    passes as the target alone.
+    `verdict` is BASELINE, TOO_FEW, FASTER, SLOWER or NOT_DISTINGUISHABLE, or "-" if there is nothing to compare. An
+    unbounded interval is null, and the baseline has none. `without_gain` is True if the strategy drafts, but needs as
+    many forward passes as the target alone; `tokens_per_forward` is None for strategies without drafts. With
+    `these_prompts` the claim covers only other repeats of these prompts, as in `speedup_interval`.
     """
-
-    interval: Interval | None
-    verdict: str
-    without_gain: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[Sequence[float]],
-        *,
-        baseline: bool = False,
-        tokens_per_forward: float | None = None,
-        these_prompts: bool = False,
-    ) -> Self:
-        """The claim for speed-ups grouped by prompt. `tokens_per_forward` is None for strategies without drafts.
-
-        With `these_prompts` the claim covers only other repeats of these prompts, as in `speedup_interval`.
-        """
-        groups = [positive for group in groups if (positive := [value for value in group if value > 0])]
-        if not groups:
-            return cls(None, "-")
-        interval = speedup_interval(groups, these_prompts=these_prompts)
-        without_gain = tokens_per_forward is not None and tokens_per_forward < NO_GAIN
-        if baseline:
-            return cls(interval, BASELINE)
-        if sum(map(len, groups)) < MIN_VALUES:
-            return cls(interval, TOO_FEW, without_gain)
-        verdict = interval.verdict
-        # The repeats of one prompt must agree. Prompts may differ: the claim is about their mean.
-        if verdict not in (FASTER, SLOWER) or (len(groups) == 1 and not agree(groups[0])):
-            return cls(interval, NOT_DISTINGUISHABLE, without_gain)
-        return cls(interval, NOT_DISTINGUISHABLE if without_gain and verdict == FASTER else verdict, without_gain)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """The claim for the JSON record. An unbounded interval is null, and the baseline has no interval."""
-        interval = self.interval
-        bounded = interval is not None and interval.is_bounded and self.verdict != BASELINE
-        return {
-            "speedup": None if interval is None else interval.estimate,
-            "interval": [interval.low, interval.high] if interval is not None and bounded else None,
-            "verdict": self.verdict,
-            "without_gain": self.without_gain,
-        }
+    groups = [positive for group in groups if (positive := [value for value in group if value > 0])]
+    if not groups:
+        return {"speedup": None, "interval": None, "verdict": "-", "without_gain": False}
+    interval = speedup_interval(groups, these_prompts=these_prompts)
+    without_gain = not baseline and tokens_per_forward is not None and tokens_per_forward < NO_GAIN
+    verdict = interval.verdict
+    if baseline:
+        verdict = BASELINE
+    elif sum(map(len, groups)) < MIN_VALUES:
+        verdict = TOO_FEW
+    # The repeats of one prompt must agree. Prompts may differ: the claim is about their mean.
+    elif verdict == UNCLEAR or (len(groups) == 1 and not agree(groups[0])) or (without_gain and verdict == FASTER):
+        verdict = NOT_DISTINGUISHABLE
+    bounds = [interval.low, interval.high] if interval.is_bounded and not baseline else None
+    return {"speedup": interval.estimate, "interval": bounds, "verdict": verdict, "without_gain": without_gain}
 
 
 def agree(ratios: Sequence[float]) -> bool:

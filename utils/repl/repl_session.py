@@ -11,6 +11,7 @@ from functools import cache, partial
 from traceback import clear_frames
 from typing import Any
 
+from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
 from utils.commands.shared.registry import (
     Action,
@@ -18,11 +19,8 @@ from utils.commands.shared.registry import (
     Effect,
     Reply,
     RunLines,
-    RunReport,
     ShowRows,
-    UsePair,
     UseServers,
-    UseStorage,
 )
 from utils.comparison.arms import Run
 from utils.comparison.harness import (
@@ -50,6 +48,7 @@ from utils.metrics.divergence import Divergence
 from utils.models import Count
 from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
+from utils.pairs.request import PairRequest
 from utils.prompts.conversation import with_reset_hint
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
@@ -388,20 +387,20 @@ class ReplSession:
                 renderer.reply(settings.undo())
             case UseServers(addresses):
                 self.harness.state.servers.use(addresses)
-            case UseStorage(storage):
-                self.harness.state.storage = storage
+            case NGramStorage():
+                self.harness.state.storage = effect
             case Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
-            case UsePair(request):
+            case PairRequest():
                 # If they cannot be loaded or prepared, the session stays as it is.
-                self._loaded = load_beside(request, self._loaded, self._tools)
+                self._loaded = load_beside(effect, self._loaded, self._tools)
                 release_memory()
             case RunLines(lines):
                 return self._run_lines(lines)
-            case RunReport(report):
+            case Report():
                 self._finish_warm_up()
                 try:
-                    return self._runner.report(report)
+                    return self._runner.report(effect)
                 finally:
                     settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
             case Action.QUIT:

@@ -20,11 +20,11 @@ from utils.comparison.speed_claims import (
     NO_BASELINE,
     SLOWER,
     TOO_FEW,
-    SpeedClaim,
     interval_text,
     reasons_unknown,
     rough,
     server_notes,
+    speed_claim,
     speed_sentence,
     speedup_text,
 )
@@ -356,7 +356,7 @@ def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = Fa
     per_forward = total.tokens_per_target_forward or None
     # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
     drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
-    claim = SpeedClaim.of(
+    claim = speed_claim(
         groups,
         baseline=first.name == first.baseline,
         tokens_per_forward=per_forward if drafts else None,
@@ -375,7 +375,7 @@ def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = Fa
         "decode_tokens_per_second": [run.decode_tokens_per_second for run in runs if run.decode_tokens_per_second],
         "speedups": [speedup for speedups in groups for speedup in speedups],
         "speedups_by_prompt": groups,
-        **claim.figures,
+        **claim,
         "drafted": total.drafted,
         "accepted": total.accepted,
         "acceptance_rate": total.acceptance_rate,

@@ -22,7 +22,6 @@ from utils.commands.shared.registry import (
     ResultColumn,
     ResultTable,
     Row,
-    RunReport,
     figure,
     path_in,
 )
@@ -523,7 +522,7 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
         examination.conclusion,
         title=f"/server doctor {words[0]}, {count_of(len(examination.prompts), 'prompt')}",
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:

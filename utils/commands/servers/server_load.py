@@ -25,7 +25,7 @@ from utils.commands.servers.load_figures import (
     load_table,
     load_tables,
 )
-from utils.commands.shared.registry import CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
 from utils.comparison.records import Note, Progress, Report, ReportEvent
@@ -309,7 +309,7 @@ def load(argument: str, context: CommandContext) -> Outcome:
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _arms(servers: ServerList, name: str, drafts: str | None) -> list[LoadArm]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from utils.bounds import WholeRange
-from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, RunReport, figure, figures_of
+from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, figure, figures_of
 from utils.comparison.records import Finding, Progress, Report, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
@@ -83,7 +83,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
         _conclusion,
         title=f"/server start {kind}",
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _starting(servers: ServerList, address: ServerAddress, launch: Launch, limit: float) -> Iterator[ReportEvent]:

@@ -15,7 +15,6 @@ from utils.commands.shared.registry import (
     ResultColumn,
     ResultTable,
     Row,
-    RunReport,
     figure,
     figures_of,
     path_in,
@@ -149,7 +148,7 @@ def text(argument: str, context: CommandContext) -> Outcome:
         partial(conclusion, name, other),
         title=f"/server text {name}{f' compared with {other}' * bool(other)}, {_chosen_text(prompts, differing)}",
     )
-    return [RunReport(report)]
+    return [report]
 
 
 def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:

@@ -50,13 +50,6 @@ class ChangeSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class UseStorage:
-    """Use another n-gram storage from now on."""
-
-    storage: NGramStorage
-
-
-@dataclass(frozen=True, slots=True)
 class UseServers:
     """Send every prompt to these servers from now on."""
 
@@ -64,24 +57,10 @@ class UseServers:
 
 
 @dataclass(frozen=True, slots=True)
-class UsePair:
-    """Load other models and use them from now on."""
-
-    request: PairRequest
-
-
-@dataclass(frozen=True, slots=True)
 class RunLines:
     """Process these lines as if they were typed, one after the other."""
 
     lines: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """Run the models for a report, show it and record it."""
-
-    report: Report
 
 
 class Action(Enum):
@@ -94,7 +73,8 @@ class Action(Enum):
     QUIT = auto()  # end the session
 
 
-Effect = Reply | ShowRows | ChangeSettings | UseStorage | UsePair | UseServers | RunLines | RunReport | Action
+# A storage is used from now on, the models of a request are loaded, and a report is run, shown and recorded.
+Effect = Reply | ShowRows | ChangeSettings | NGramStorage | PairRequest | UseServers | RunLines | Report | Action
 Outcome = Sequence[Effect]
 
 
@@ -310,10 +290,9 @@ class ResultTable:
         *,
         conclude: Callable[[Sequence[Finding]], list[str]],
         **options: Any,
-    ) -> RunReport:
+    ) -> Report:
         """The report with this table of findings. The `options` are further fields of Report."""
-        report = Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
-        return RunReport(report)
+        return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
 
 
 def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
