@@ -43,8 +43,7 @@ from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import read_prompts
 from utils.repl.line_input import LineHistory, history_path, piped_lines, quiet_keyboard, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.repl.status import limits_of
 from utils.screen.renderer import OutputError, Renderer, make_renderer
 

@@ -19,7 +19,7 @@ from utils.decode.drafts import Draft, Drafter, Verified, matching_prefix
 from utils.decode.noise import Domain, Noise
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
+from utils.metrics.results import RoundTiming, Stopwatch, TimedDrafter
 
 NOT_A_TOKEN = -1
 

@@ -18,19 +18,17 @@ from tiny import build, tiny_llama, tiny_t5, tiny_tokenizer
 
 from utils.commands import default_registry
 from utils.comparison import warm_up
-from utils.comparison.job import Job
 from utils.comparison.records import RecordFile
-from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.comparison.warm_up import DraftSeconds
 from utils.config.settings import Settings
 from utils.engine import Engine, engine
 from utils.engine.forward_timing import WIDTHS, ForwardProbe
 from utils.pairs.pair import Pair, compare_models
 from utils.pairs.request import PairRequest
-from utils.repl import runner
+from utils.repl import repl_session
 from utils.repl.loaded_pair import SessionTools
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.screen.renderer import Renderer
 
 VOCABULARY = 300
@@ -173,13 +171,13 @@ def checked(session: ReplSession, file: Path, *lines: str) -> dict[str, Any]:
 def reported(monkeypatch: Any) -> list[tuple[Any, Any]]:
     """The reports that will be shown, each with its findings."""
     shown: list[tuple[Any, Any]] = []
-    show = runner.show_report
+    show = repl_session.show_report
 
     def note(renderer: Renderer, report: Any, findings: Any, conclusion: Any) -> None:
         shown.append((report, findings))
         show(renderer, report, findings, conclusion)
 
-    monkeypatch.setattr(runner, "show_report", note)
+    monkeypatch.setattr(repl_session, "show_report", note)
     return shown
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from tiny import tiny_tokenizer
 
-from utils.comparison.arms import ComparedRun, LocalArm
-from utils.comparison.runs import Run, compare_run
+from utils.comparison.arms import ComparedRun, LocalArm, Run, compare_run
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.config.settings import Settings
 from utils.metrics.results import Comparison, Generation

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, records_of
 
-from utils.comparison.arms import LocalArm
-from utils.comparison.runs import Run
+from utils.comparison.arms import LocalArm, Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.prompts.conversation import Turns

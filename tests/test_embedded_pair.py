@@ -25,7 +25,7 @@ from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
 from utils.prompts.conversation import prompt_ids
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import torch
 from tiny import tiny_head, tiny_llama, tiny_t5
 
 from ngram_assisted import NGramStorage
-from utils.comparison.gamma_replay import GammaRounds, replay_events
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.commands.experiments.speed_model import GammaRounds, replay_events
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.config.settings import Settings
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]

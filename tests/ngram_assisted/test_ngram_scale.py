@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from ngram_assisted import STORAGES, NGramStorage, OneLevelNGramStorage, load_storage, save_storage
 from ngram_assisted.ngram_storage import ARRAYS, DAMAGED
 from utils.errors import UserError
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 TOKENS = st.integers(0, 6)
 

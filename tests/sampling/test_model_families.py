@@ -26,15 +26,14 @@ from tiny import DECODER, build, next_logits, tiny_bart, tiny_marian, tiny_t5
 
 from ngram_assisted import NGramStorage
 from sampling import RULES
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.decode.recurrent import CacheSupport
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.results import acceptance_of, tokens_of
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
 LENGTH = 14

@@ -23,10 +23,9 @@ from utils.commands.servers.load_figures import (
     load_settings,
     load_tables,
 )
-from utils.comparison.reports import Finding
+from utils.comparison.records import Finding
 from utils.decode.steps import FinishReason
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import ServerList
 from utils.servers.kinds.completion import ServerAcceptance, ServerCompletion

@@ -12,7 +12,7 @@ from servers.real import embedded_file, llama_launch, llama_python, running_llam
 from servers.server_sessions import server_session
 
 from utils.errors import UserError
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers.client import ServerClient
 from utils.servers.connection import answers
 from utils.servers.kinds import recognise

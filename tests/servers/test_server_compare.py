@@ -9,8 +9,8 @@ from fakes import Screen, records_of
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.comparison.recorded_runs import read_records
-from utils.repl.runner import Verdict
+from utils.comparison.records import read_records
+from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
 
 

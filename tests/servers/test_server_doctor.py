@@ -32,7 +32,7 @@ from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
 from utils.drafter_formats.target_parts import DraftHead, share_parts
 from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import setup_facts

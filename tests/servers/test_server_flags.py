@@ -21,8 +21,7 @@ from utils.engine import engine
 from utils.errors import UserError
 from utils.repl.line_input import LineHistory
 from utils.repl.loaded_pair import SessionTools
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress
 
 URL = "http://127.0.0.1:800"

@@ -21,11 +21,10 @@ from utils.commands.servers.load_figures import (
     conclusion,
     load_tables,
 )
-from utils.comparison.reports import Finding
-from utils.comparison.speed_claims import SpeedClaim
+from utils.comparison.records import Finding
+from utils.comparison.speed_claims import speed_claim
 from utils.decode.steps import FinishReason
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import Piece, ServerAcceptance, ServerCompletion
 from utils.servers.kinds.server_kind import ServerKind
@@ -269,7 +268,7 @@ def row(concurrency: int, ratios: list[float], /, **values: Any) -> Finding:
         "limits": "",
         "not_compared": "",
         "speedups": ratios,
-        **SpeedClaim.of([ratios]).figures,
+        **speed_claim([ratios]),
         "tokens_per_second": 10.0 * concurrency,
         "token_seconds": (0.01, 0.02),
         "drafted": 10,

@@ -13,7 +13,7 @@ from servers.loopback_values import Answer
 from servers.server_sessions import server_session
 
 from utils.decode.model_info import vocabulary_size
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers import connection
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import Chat, ServerRequest

@@ -13,10 +13,10 @@ from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.experiments.races import pooled_run
 from utils.commands.verdicts import measurement
-from utils.comparison.runs import Run
+from utils.comparison.arms import Run
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection

@@ -11,7 +11,7 @@ from fakes import Screen, records_of, screen, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import server_session
 
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.screen.run_view import RunView
 from utils.servers.address import ServerAddress
 

@@ -15,8 +15,7 @@ from servers.server_sessions import server_session
 
 from utils.commands.servers.server_start import free_name
 from utils.models.embedded import EMBEDDED_HEAD
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.processes.programs import NGRAM, Launch
 

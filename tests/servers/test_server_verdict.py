@@ -12,7 +12,7 @@ from servers.loopback import Faults, Loopback
 from servers.server_sessions import count_tokens, server_session
 
 from utils.commands.verdicts import measurement
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import ServerAcceptance

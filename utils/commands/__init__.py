@@ -2,16 +2,13 @@
 
 from utils.commands.checks import AUDIT, LOSSLESS
 from utils.commands.compare import COMPARE, REPLAY
-from utils.commands.export import EXPORT
 from utils.commands.help import EXPLAIN, help_command
-from utils.commands.ngram import NGRAM_COMMANDS
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
 from utils.commands.server import SERVER
-from utils.commands.session import SESSION_COMMANDS, TURNS
+from utils.commands.setting_commands import NGRAM_COMMANDS, SESSION_COMMANDS, TURNS, setting_commands
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Registry
-from utils.commands.shared.setting_commands import setting_commands
-from utils.commands.texts import TEXTS
+from utils.commands.texts import EXPORT, TEXTS
 from utils.commands.verdict import VERDICT
 from utils.commands.whatif import WHATIF, WHY
 

@@ -19,12 +19,20 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.registry import Command, CommandContext, Outcome
+from utils.commands.shared.registry import (
+    NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+)
 from utils.comparison.harness import Harness
-from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
-from utils.comparison.strategies import Strategy, is_greedy
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy
 from utils.config.settings import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession

@@ -12,20 +12,34 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.registry import (
+    NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+    grouped,
+    path_in,
+)
 from utils.comparison.arms import complete
-from utils.comparison.recorded_runs import (
-    Problem,
+from utils.comparison.records import (
+    SERVER,
+    Countdown,
+    Finding,
     RecordedRun,
+    ReportEvent,
     RunMatch,
+    circumstances,
     differences,
     match,
-    problem_sentences,
+    problem_sentence,
     read_records,
+    shortened,
 )
-from utils.comparison.records import SERVER, circumstances
-from utils.comparison.reports import Countdown, Finding, ReportEvent, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.config.settings import from_json
 from utils.errors import UserError, check_choice
@@ -163,7 +177,7 @@ def _replayed(
     comparison: _Comparison, recorded: Sequence[RecordedRun], context: CommandContext
 ) -> Iterator[ReportEvent]:
     """Run all records again, as far as they can run here."""
-    countdown, problems = Countdown(), list[Problem]()
+    countdown, problems = Countdown(), dict[str, list[int]]()
     warm = set[tuple[str, ...]]()
     try:
         for index, past in enumerate(recorded):
@@ -172,15 +186,16 @@ def _replayed(
             try:
                 found = _rerun(past, context, warm)
             except UserError as error:
-                problems.append(Problem("A", past.line, str(error)))
+                problems.setdefault(str(error), []).append(past.line)
             else:
                 yield comparison.add(found)
     finally:
-        comparison.left_out += problem_sentences(problems)
-        if left := len(recorded) - len(comparison.matches) - len(problems):
+        refused = [problem_sentence("A", lines, reason) for reason, lines in problems.items()]
+        comparison.left_out += refused
+        if left := len(recorded) - len(comparison.matches) - sum(map(len, problems.values())):
             comparison.left_out.append(f"{left} of {len(recorded)} records were not reached.")
     if not comparison.matches:
-        raise UserError(f"none of the records could be run again. {' '.join(problem_sentences(problems))}")
+        raise UserError(f"none of the records could be run again. {' '.join(refused)}")
 
 
 def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> RunMatch:

@@ -5,14 +5,23 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf
 
+from utils.commands.experiments.speed_model import expected_drafts, read_text
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row
-from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UsePair
+from utils.commands.shared.registry import (
+    NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
+    Reply,
+    ResultColumn,
+    ResultTable,
+    Row,
+    ShowRows,
+)
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
-from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.model_info import context_length
 from utils.errors import UserError, check_choice
@@ -60,7 +69,7 @@ def _load(argument: str, context: CommandContext) -> Outcome:
     request = parse_request(argument, current, context.pairs)
     if not request.target:
         raise UserError("name a target too, because no model is loaded: /load target=FOLDER, or a pair by name.")
-    return [UsePair(request)]
+    return [request]
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:

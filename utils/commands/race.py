@@ -27,17 +27,28 @@ from utils.commands.experiments.races import (
     spread,
     then_findings,
 )
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.commands.shared.registry import Command, CommandContext, Outcome, RunReport, path_in
+from utils.commands.shared.registry import (
+    NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+    grouped,
+    path_in,
+)
 from utils.comparison.arms import Arm
-from utils.comparison.reports import ReportEvent, shortened
+from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
     MIN_VALUES,
-    SpeedClaim,
     claim_text,
     interval_text,
+    speed_claim,
     speedup_text,
 )
 from utils.comparison.warm_up import with_costs
@@ -68,7 +79,7 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     return list(_file_reports(file.strip(), repeats or 1, most, context))
 
 
-def _last_reports(repeats: int, context: CommandContext) -> Iterator[RunReport]:
+def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
     """The last prompt, by the local strategies and by the servers that have answered it."""
     harness, settings, last = context.harness, context.settings, context.harness.state.last
     on_servers = harness.state.servers and last is not None and any(arm.strategy is None for arm, _ in last.planned)
@@ -81,7 +92,7 @@ def _last_reports(repeats: int, context: CommandContext) -> Iterator[RunReport]:
         yield _report(ON_SERVERS, [item], repeats, context, subject=last.text)
 
 
-def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[RunReport]:
+def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[Report]:
     """All prompts of a file, or at most `limit` of each task. Raises UserError for a file that cannot be used."""
     path = path_in(file, EXAMPLE)
     prompts, harness, settings = list(read_prompts(path)), context.harness, context.settings
@@ -109,7 +120,7 @@ def _report(
     *,
     subject: str,
     title: str = "",
-) -> RunReport:
+) -> Report:
     """The report of a race. Of servers, only their own rows are shown. `title` is empty for the last prompt."""
     on_servers, race = record == ON_SERVERS, ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
@@ -271,7 +282,8 @@ def _with_one_text(drafting: Sequence[Row]) -> list[str]:
 def _claim(best: Row, other: Row) -> str:
     """The claim for the ratios of two rows in the same repeat."""
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
-    return SpeedClaim.of([[ours / theirs for ours, theirs in pairs if theirs]]).verdict
+    verdict: str = speed_claim([[ours / theirs for ours, theirs in pairs if theirs]])["verdict"]
+    return verdict
 
 
 def _labelled(row: Row) -> str:

@@ -4,12 +4,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from utils.commands.experiments.races import race_row, then_findings
-from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome, RunReport
-from utils.commands.verdicts.measurement import BUILT_IN, Measurement, PromptPlan, Row, plan_prompts, started_clock
+from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome
+from utils.commands.verdicts.measurement import (
+    BUILT_IN,
+    Figures,
+    Measurement,
+    PromptPlan,
+    plan_prompts,
+    sentences,
+    started_clock,
+    verdict_table,
+)
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
-from utils.commands.verdicts.wording import sentences, verdict_table
 from utils.comparison.harness import comparable_servers
-from utils.comparison.reports import ReportEvent, shortened
+from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import baseline_name
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
@@ -53,7 +61,7 @@ class _VerdictRun:
     plan: PromptPlan
     measurement: Measurement | None = None
 
-    def report(self) -> RunReport:
+    def report(self) -> Report:
         servers, count = isinstance(self.selection, ServerSelection), len(self.plan.measured)
         # "On this prompt" must identify the prompt, above all on a page of many results.
         what = f"{count} {self.plan.source}" if count > 1 else f'"{shortened(self.plan.measured[0].text)}"'
@@ -72,7 +80,7 @@ class _VerdictRun:
         self.measurement = yield from self.selection.choose(self.plan)
         yield from self.measurement.run()
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[Figures]:
         """The baseline, then the candidate."""
         measurement = self.measurement
         if measurement is None or not measurement.speedups:

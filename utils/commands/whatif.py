@@ -16,8 +16,11 @@ from utils.commands.experiments.speed_model import (
     predictions,
     target_run,
 )
-from utils.commands.shared.columns import (
+from utils.commands.shared.registry import (
     NOTHING,
+    Command,
+    CommandContext,
+    Outcome,
     ResultColumn,
     ResultTable,
     Row,
@@ -26,12 +29,11 @@ from utils.commands.shared.columns import (
     grouped,
     rate_of,
 )
-from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.comparison.job import Job
-from utils.comparison.reports import Finding, Progress, ReportEvent
-from utils.comparison.session_state import LastPrompt
-from utils.comparison.strategies import Strategy
+from utils.comparison.harness import LastPrompt
+from utils.comparison.records import Finding, Progress, ReportEvent
+from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
+from utils.metrics.results import Generation
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
@@ -54,7 +56,8 @@ TABLE = ResultTable(
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     last, harness = context.harness.last(), context.harness
-    TargetTiming.of(target_run(last))  # raises UserError before anything is replayed
+    run = target_run(last)
+    TargetTiming.of(run)  # raises UserError before anything is replayed
     # The text was generated with the old settings; the drafters along it may be chosen anew.
     settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
     job = harness.job(last.job.prompt, settings, last.job.history)
@@ -62,12 +65,11 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
     drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    events, conclude = _findings(job, drafting, last), partial(_conclusion, context.settings.gamma)
+    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
     return [TABLE.report("whatif", last.text, settings, events, conclude=conclude)]
 
 
-def _findings(job: Job, drafting: Sequence[Strategy], last: LastPrompt) -> Iterator[ReportEvent]:
-    run = target_run(last)
+def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
     what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
     yield Progress(f"replaying the target's {what} ...")
     above: Row = {}

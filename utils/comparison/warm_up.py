@@ -9,14 +9,14 @@ from typing import NamedTuple
 from sampling import RULES
 from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
-from utils.comparison.job import Job
+from utils.comparison.strategies import Job
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
-from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter
+from utils.metrics.results import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.drafter_kinds import drafter_kind, drafter_label
 

@@ -156,7 +156,7 @@ DRAFTER_KINDS = ValueType("KIND ...", DRAFTERS, _drafter_kinds, " ".join)
 class ProcessorSpec:
     """The arguments of a logits processor, or None for those that it lacks. A greedy one ignores its temperature.
 
-    `utils.comparison.job` makes the processor itself, so that settings need no torch.
+    `utils.comparison.strategies` makes the processor itself, so that settings need no torch.
     """
 
     temperature: float = 1

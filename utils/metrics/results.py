@@ -7,10 +7,213 @@ not counted. A rate without a denominator is None.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
+from torch import Tensor
+
+from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified
+from utils.decode.session import TargetSession
 from utils.decode.steps import FinishReason, Step, by_position
-from utils.metrics.draft_trace import DraftTrace, DraftTracer
-from utils.metrics.stopwatch import Clock, RoundTiming, Stopwatch
+
+Clock = Callable[[], float]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTiming:
+    """Seconds of one round.
+
+    `drafting` is the time in the drafter, including its work after the verify pass, `verifying` the target's forward
+    pass, and `total` the whole round. `drafts` counts all computed drafts, proposed or not. `kind` is the drafter kind,
+    if several take turns.
+    """
+
+    drafting: float
+    verifying: float
+    total: float
+    drafts: int = 0
+    kind: str = ""
+
+    @property
+    def other(self) -> float:
+        """The rest: processors, noise, verification rules."""
+        return max(0.0, self.total - self.drafting - self.verifying)
+
+
+class Stopwatch:
+    """Accumulates the time since it was last read."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._drafting = self._verifying = 0.0
+        self._drafts, self._kind = 0, ""
+
+    def time_drafter(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call a method of the drafter."""
+        began = self._clock()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            self._drafting += self._clock() - began
+
+    def count(self, draft: Draft) -> None:
+        """Count the drafts of a round."""
+        # Withheld drafts took as long to compute as proposed ones.
+        self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
+
+    def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
+        """Run the target's forward pass."""
+        began = self._clock()
+        try:
+            logits = session.feed(context, keep)
+            if logits.is_cuda:
+                logits[0, 0].item()  # CUDA is asynchronous: wait for the result, as the loop would do next
+            return logits
+        finally:
+            self._verifying += self._clock() - began
+
+    def read(self, total: float) -> RoundTiming:
+        """The timing of a round that took `total` seconds. Starts the next round."""
+        timing = RoundTiming(self._drafting, self._verifying, total, self._drafts, self._kind)
+        self._drafting, self._verifying, self._drafts, self._kind = 0.0, 0.0, 0, ""
+        return timing
+
+
+class TimedDrafter:
+    """A drafter under a stopwatch."""
+
+    def __init__(self, drafter: Drafter, watch: Stopwatch) -> None:
+        self._drafter, self._watch = drafter, watch
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._watch.time_drafter(self._drafter.begin, prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self._watch.time_drafter(self._drafter.propose, context, count)
+        self._watch.count(draft)
+        return draft
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        self._watch.time_drafter(self._drafter.commit, context, verified)
+
+
+class TimedSession:
+    """The target's session under a stopwatch."""
+
+    def __init__(self, session: TargetSession, watch: Stopwatch) -> None:
+        self._session, self._watch = session, watch
+        self.name = session.name
+        # Untimed: only the forward pass counts as verifying.
+        self.begin, self.room, self.rewind = session.begin, session.room, session.rewind
+        self.take_features = session.take_features
+
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        return self._watch.time_verify(self._session, context, keep)
+
+
+NEAR_MISS = 0.1  # a rejected draft with at least this share of the target token's probability
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrace:
+    """One verified draft.
+
+    `p` and `rank` (from 1) are its probability and rank under the target, `q` is its probability under the drafter.
+    `acceptance` is min(1, p/q) of the processed distributions, or None if drafts have no distribution or are verified
+    together. `target_token` is the token in the text at its position, with probability `target_p`. `match_length` is
+    the number of context tokens that found an n-gram or a match, 0 if the draft was drawn from the seed.
+    """
+
+    token: int
+    p: float
+    rank: int
+    q: float | None
+    acceptance: float | None
+    target_token: int
+    target_p: float
+    match_length: int | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.token == self.target_token
+
+    @property
+    def ratio(self) -> float:
+        """p/q. A draft without a q was the only proposal, so q = 1."""
+        return self.p / self.q if self.q else self.p
+
+    @property
+    def is_near_miss(self) -> bool:
+        return self.p >= NEAR_MISS * self.target_p
+
+
+class DraftTracer:
+    """Traces the drafts of a run. `accepts_by_ratio` is True if drafts are accepted one by one by p/q."""
+
+    def __init__(self, *, accepts_by_ratio: bool = True) -> None:
+        self._accepts_by_ratio = accepts_by_ratio
+        self._drafter: Drafter
+        self._draft: Draft | None = None
+        self._round: tuple[Draft, Verified] | None = None
+
+    def around(self, drafter: Drafter) -> "DraftTracer":
+        """The tracer itself, as a drafter that forwards to this one."""
+        self._drafter = drafter
+        return self
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._draft = None
+        self._drafter.begin(prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        self._draft = self._drafter.propose(context, count)
+        return self._draft
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        draft, self._draft = self._draft, None
+        # With first_target, the first round has no draft.
+        self._round = None if draft is None else (draft, verified)
+        self._drafter.commit(context, verified)
+
+    def read(self, step: Step) -> tuple[DraftTrace, ...]:
+        """A trace of each draft that was verified: the accepted ones, and the first rejected one."""
+        last, self._round = self._round, None
+        if last is None:
+            return ()
+        verified = min(len(step.drafted), step.accepted + 1)
+        return tuple(self._trace(*last, index, step) for index in range(verified))
+
+    def _trace(self, draft: Draft, verified: Verified, index: int, step: Step) -> DraftTrace:
+        row, evidence = verified.logits[index], draft.evidence or DraftEvidence()  # (V,)
+        token, target_token = step.drafted[index], step.tokens[index]
+        logits, lengths = evidence.logits, evidence.match_lengths
+        q = draft.probs if self._accepts_by_ratio else None
+        return DraftTrace(
+            token=token,
+            p=probability(row, token),
+            rank=rank(row, token),
+            q=probability(logits[index][0], token) if logits else None,
+            # q > 0, since the token was drawn from it.
+            acceptance=None if q is None else min(1.0, float(verified.probs[index, token] / q[index, token])),
+            target_token=target_token,
+            target_p=probability(row, target_token),
+            match_length=lengths[index] if lengths else None,
+        )
+
+
+def probability(logits: Tensor, token: int) -> float:
+    """The probability of a token under raw logits (V,)."""
+    # A drafter's vocabulary may end before this id.
+    return float(logits.cpu().double().softmax(-1)[token]) if token < len(logits) else 0.0
+
+
+def rank(logits: Tensor, token: int) -> int:
+    """The rank of a token by raw logits (V,), from 1. Ties are broken by the lowest id."""
+    above = (logits > logits[token]).sum() + (logits[:token] == logits[token]).sum()
+    return 1 + int(above)
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:

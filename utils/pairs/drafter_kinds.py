@@ -25,7 +25,7 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import LAYERS, LOADED, check_drafter
+from utils.pairs.request import LAYERS, LOADED
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +238,8 @@ DRAFTER_KINDS = (
 
 
 def drafter_kind(word: str) -> DrafterKind:
-    """The kind with this word of /drafter_kind. Raises UserError for an unknown word."""
-    name = check_drafter(word)
+    """The kind with this word of /drafter_kind, which the value type of the setting has checked."""
+    name = f"{LAYERS}K" if word.startswith(LAYERS) else word
     return next(kind for kind in DRAFTER_KINDS if kind.name == name)
 
 

@@ -7,6 +7,7 @@ LoadedPair beside the current one, so that the session is unchanged if anything 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from threading import Event, Thread
 
 import torch
 
@@ -27,7 +28,6 @@ from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
 from utils.prompts.conversation import has_chat_template
-from utils.repl.runner import BackgroundTask
 from utils.repl.status import limits_of, pair_names
 from utils.screen.renderer import Renderer
 from utils.text import count_of
@@ -42,8 +42,69 @@ STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old targe
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
+POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
+
+
 class _Stopped(Exception):
     """The program is about to end."""
+
+
+class BackgroundTask:
+    """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
+
+    While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
+
+    `work` receives a function that returns True if it should end early.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        self._work = work
+        self._thread: Thread | None = None
+        self._stopped = Event()
+        self._error: BaseException | None = None
+        self.is_planned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread is working."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        # A daemon, so that a thread that hangs does not keep the program alive.
+        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread, if there is one. Raises the thread's error once."""
+        self._join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait for the thread, or do the planned work."""
+        self.wait()
+        if self.is_planned:
+            self._work(lambda: False)
+            self.is_planned = False  # after the work, so that interrupted work starts again
+
+    def stop(self) -> None:
+        """End the thread as soon as possible."""
+        self._stopped.set()
+        self._join()
+
+    def _join(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(POLL)
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error
 
 
 class SessionSettings:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from utils.comparison.runs import row_name
-from utils.comparison.session_state import SessionState
+from utils.comparison.arms import row_name
+from utils.comparison.harness import SessionState
 from utils.config.settings import Settings, listed_settings, setting_fields
 from utils.config.value_types import Limits
 from utils.decode.model_info import context_length, vocabulary_size

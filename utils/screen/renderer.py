@@ -6,29 +6,25 @@ is shown literally, without markup and control characters.
 """
 
 import os
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from io import StringIO, TextIOWrapper
-from typing import Any, TextIO
+from typing import Literal, TextIO
 
 import psutil
 from rich.cells import cell_len, set_cell_size
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
-from utils.comparison.arms import ComparedRun
-from utils.comparison.runs import Run
-from utils.comparison.summary import ending
-from utils.decode.steps import Step
-from utils.metrics.draft_trace import DraftTrace
-from utils.metrics.stopwatch import RoundTiming
-from utils.screen.tables import comparison_table, list_table, report_table
-from utils.text import byte_size, count_of, token_piece, visible
+from utils.text import byte_size, visible
 
 STEP_SECONDS = 10.0
 UNLIMITED = 10_000  # columns of a file or a pipe
@@ -36,6 +32,10 @@ MARGIN = 1  # columns right of a progress line: after the last one some terminal
 MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
 CLEAR_LINE = "\r\x1b[K"
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
+
+MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
+NUMERIC, NOISE = "-~0123456789", "noise"  # how the cells of a column of numbers begin, and the word among them
+GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
 
 KEPT = 50_000  # pieces of text that are kept for the page
 PAGE = """<!DOCTYPE html>
@@ -74,18 +74,7 @@ MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
 MARKS_EXPLAINED = "bold green: drafts that the target accepted"
 
 
-Piece = tuple[str, str]  # a text and its colour
-SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
-RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
-    (0.995, "●", "@", "green"),
-    (0.5, "◕", "o", "cyan"),
-    (0.1, "◑", ":", "yellow"),
-    (0.0, "○", ".", "red"),
-)
-LEGEND = (
-    "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
-    "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
-)
+ColouredPiece = tuple[str, str]
 
 
 class OutputError(BrokenPipeError):
@@ -221,7 +210,7 @@ class Renderer:
         return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
-        self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self._is_ascii else "─"))
+        self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self.is_ascii else "─"))
 
     def prompt(self, text: str, *, echo: bool) -> None:
         """The prompt above its answers. Without `echo` it was typed on this screen, so only the page needs it."""
@@ -250,27 +239,7 @@ class Renderer:
             self._line(self._out, MARKS_EXPLAINED, "dim")
             self._has_explained = True
 
-    def legend(self) -> None:
-        """The meaning of the signs in rounds."""
-        self._line(self._out, legend(ascii_only=self._is_ascii), "dim")
-
-    def round(
-        self,
-        number: int,
-        step: Step,
-        tokenizer: Any,
-        *,
-        timing: RoundTiming | None = None,
-        traces: Sequence[DraftTrace] = (),
-    ) -> None:
-        """A line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
-        pieces = round_pieces(step, tokenizer, traces, ascii_only=self._is_ascii)
-        times = round_timing(step, timing)
-        self._pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
-        for line in trace_lines(traces, tokenizer):
-            self._pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
-
-    def _pieces(self, start: str, pieces: Iterable[Piece]) -> None:
+    def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
         """Coloured pieces on as many lines as the terminal needs. Pieces are not broken."""
         room, used = self.stream_width, cell_len(start)
         text = start
@@ -283,33 +252,26 @@ class Renderer:
         self._write(text + "\n")
 
     @property
-    def _is_ascii(self) -> bool:
+    def is_ascii(self) -> bool:
+        """Whether the screen has no other characters."""
         return self._out.console.encoding == "ascii"
-
-    def figures(self, run: Run, length: int) -> None:
-        """The line of figures below a text. `length` is the maximum number of new tokens."""
-        tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
-        parts = [f"{tokens} in {run.seconds:.2f} s"]
-        if not run.is_local and run.first_seconds is not None:
-            parts.append(f"first after {run.first_seconds:.2f} s")
-        if run.drafted:
-            parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
-        if words := ending(run, length):
-            parts.append(words)
-        self.remark(" · ".join(parts))
 
     def remark(self, text: str) -> None:
         """A line about the text above it."""
         self._line(self._out, text, "dim")
 
-    def comparison(self, compared: Sequence[ComparedRun]) -> None:
-        """The table below all texts: one row for each strategy and server."""
-        self.newline()
-        self._draw(comparison_table(compared, self._out.table_width))
-
-    def table(self, headings: Sequence[str], rows: Iterable[tuple[str, ...]], optional: Sequence[str] = ()) -> None:
-        """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first."""
-        self._draw(report_table(headings, list(rows), self._out.table_width, optional))
+    def table(
+        self,
+        headings: Sequence[str],
+        rows: Iterable[tuple[str, ...]],
+        optional: Sequence[str] = (),
+        *,
+        colours: Sequence[str] = (),
+    ) -> None:
+        """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first. `colours`
+        are those of the first cells.
+        """
+        self._draw(report_table(headings, list(rows), self._out.table_width, optional, colours=colours))
 
     def result(self, text: str) -> None:
         """A sentence among the results."""
@@ -375,7 +337,7 @@ class Renderer:
 
     def _drawable(self, text: str) -> str:
         """The text, with ASCII characters for frames and dots if the screen has no others."""
-        return text.translate(IN_ASCII) if self._is_ascii else text
+        return text.translate(IN_ASCII) if self.is_ascii else text
 
     def _paint(self, text: str, colour: str | None, attributes: Sequence[str] = ()) -> str:
         if not self.colour or not (colour or attributes):
@@ -424,57 +386,102 @@ def has_width() -> bool:
     return os.environ.get("COLUMNS", "").isdigit()
 
 
-def legend(*, ascii_only: bool) -> str:
-    """The meaning of signs and shapes."""
-    return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
+def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """Rows without headings. The first column is bold and leaves room for the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for index in range(max(map(len, rows), default=0)):
+        max_width = None if index else max(MAX_FIRST_WIDTH, width // 3)
+        table.add_column(style="" if index else "bold", overflow="fold", max_width=max_width)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
 
 
-def round_pieces(
-    step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = (), *, ascii_only: bool = False
-) -> list[Piece]:
-    """The tokens of a round: accepted drafts in green, rejected ones in red, the corrected or bonus token in blue.
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A heading and the cells below it."""
 
-    Signs carry the same information without colour. Drafts with a trace get the colour and the shape of their p/q.
+    heading: str
+    cells: Sequence[str]
+
+    @property
+    def one_line(self) -> int:
+        """The width at which no cell is broken. A heading may take two lines."""
+        return max([self.least_heading, *map(cell_len, self.cells)])
+
+    @property
+    def least(self) -> int:
+        """The width at which no word is broken."""
+        return max([self.least_heading, *(cell_len(word) for cell in self.cells for word in cell.split())])
+
+    @property
+    def least_heading(self) -> int:
+        return max(map(cell_len, _in_lines(self.heading).split("\n")))
+
+    @property
+    def has_numbers(self) -> bool:
+        return all(cell[:1] in NUMERIC or cell == NOISE for cell in self.cells)
+
+    def heading_for(self, width: int) -> str:
+        return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
+
+
+def _in_lines(heading: str) -> str:
+    """A heading on two lines of similar width, if it has a blank or a slash as in tokens/forward (but not tokens/s)."""
+    cuts = [match.end() for match in re.finditer(r" |/(?=\w\w)", heading)]
+    forms = [f"{heading[:cut].rstrip()}\n{heading[cut:]}" for cut in cuts]
+    return min(forms, key=lambda form: max(map(cell_len, form.split("\n"))), default=heading)
+
+
+def report_table(
+    headings: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    width: int,
+    optional: Sequence[str] = (),
+    *,
+    colours: Sequence[str] = (),
+) -> Table:
+    """Rows under headings, one line each if the screen has room for that without the optional columns.
+
+    The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
+    broken between words. On a very narrow screen each row becomes a list. `colours` are those of the first cells.
     """
-    pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
-    pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
-    painted = [(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces]
-    for position, trace in enumerate(traces):
-        _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
-        painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
-    if step.token is not None:
-        painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
-    return painted
+    shown = [tuple(visible(cell) for cell in row) for row in rows]
+    columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
+    for heading in optional:
+        if _fits([column.one_line for column in columns], width):
+            break
+        columns = [column for column in columns if column.heading != heading]
+    if not _fits([column.least for column in columns], width):
+        return _as_lists(columns, width)
+    return _table(columns, width, colours)
 
 
-def round_timing(step: Step, timing: RoundTiming | None) -> str:
-    """The milliseconds of a round by activity, and its number of new tokens."""
-    if timing is None:
-        return ""
-    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
-    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    return f"{shown} ms | +{len(step.tokens)}"
+def _fits(sizes: Sequence[int], width: int, gap: int = GAPS[-1]) -> bool:
+    return sum(sizes) + gap * len(sizes) <= width
 
 
-def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
-    """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
-    lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
-    matches = [trace for trace in traces if trace.match_length is not None]
-    hits = [f"{token_piece(tokenizer, trace.token)} ({trace.match_length or 'seed'})" for trace in matches]
-    return [*lines, f"hits: {'; '.join(hits)}"] if hits else lines
+def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Table:
+    sizes = [column.least for column in columns]
+    full = [column.one_line for column in columns]
+    gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
+    # Cells come before headings that would otherwise take two lines, and the first columns before others.
+    for wanted in (full, [max(size, cell_len(column.heading)) for size, column in zip(full, columns, strict=True)]):
+        for index, want in enumerate(wanted):
+            sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
+        justify: Literal["left", "right"] = "right" if column.has_numbers else "left"
+        table.add_column(column.heading_for(size), justify=justify, overflow="fold", width=size)
+    for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        # Text objects, because rich would interpret square brackets of plain strings as markup.
+        table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))
+    return table
 
 
-def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
-    draft, target = token_piece(tokenizer, trace.token), token_piece(tokenizer, trace.target_token)
-    # A sampled token may be less likely than the draft.
-    verb = "preferred" if trace.target_p > trace.p else "drew"
-    figures = [f"p {trace.p:.2g}"]
-    if trace.q is not None:
-        figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
-    if trace.acceptance is not None and 0 < trace.acceptance < 1:
-        figures.append(f"acceptance probability {trace.acceptance:.2g}")
-    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
-    return (
-        f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
-        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
-    )
+def _as_lists(columns: Sequence[_Column], width: int) -> Table:
+    """Each row as a list of its cells, with a blank line between rows."""
+    headings = [column.heading for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
+    return list_table(lines[1:], width)

@@ -8,26 +8,73 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from utils.comparison.arms import Arm
-from utils.comparison.reports import Finding, Report
-from utils.comparison.runs import Run, divergence_sentence, relation, start_of_context
-from utils.comparison.session_state import LastPrompt, own_conversations
-from utils.comparison.summary import ending, server_summary, summary
+from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
+from utils.comparison.harness import LastPrompt, own_conversations
+from utils.comparison.records import Finding, Report
+from utils.comparison.speed_claims import STAR, ending, is_noise, server_summary, summary
 from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
-from utils.metrics.draft_trace import DraftTrace
-from utils.metrics.results import first_difference
-from utils.metrics.stopwatch import RoundTiming
-from utils.screen.renderer import Mark, MarkedPiece, Renderer
+from utils.metrics.results import DraftTrace, RoundTiming, first_difference
+from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer
 from utils.servers.kinds.completion import Piece
-from utils.text import TextStream, count_of, visible
+from utils.text import TextStream, count_of, token_piece, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
 READS_THE_SAME = ", but the text reads the same"
+
+SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
+RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
+    (0.995, "●", "@", "green"),
+    (0.5, "◕", "o", "cyan"),
+    (0.1, "◑", ":", "yellow"),
+    (0.0, "○", ".", "red"),
+)
+LEGEND = (
+    "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
+    "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
+)
+
+
+class RunColumn(NamedTuple):
+    """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
+
+    heading: str
+    cell: Callable[[ComparedRun], str]
+    of_servers: bool = False
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _speedup(entry: ComparedRun) -> str:
+    return NOISE if is_noise(entry) else _number(entry.comparison.speedup, "{:.2f}x" + _star(entry))
+
+
+def _star(entry: ComparedRun) -> str:
+    return STAR if entry.run.other_tokens else ""
+
+
+COLUMNS = (
+    RunColumn("strategy", lambda entry: entry.run.name),
+    RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
+    RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
+    RunColumn("first token, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
+    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry))),
+    RunColumn("decode tokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
+    RunColumn("speed-up", _speedup),
+    RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
+    RunColumn("drafts/round", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
+    RunColumn("tokens/forward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
+    RunColumn("text", lambda entry: entry.comparison.text),
+)
+# Columns that are dropped on a narrow screen, in this order.
+OPTIONAL = ("seconds", "drafts/round", "tokens", "first token, s", "acceptance", "decode tokens/s")
+NOISE = "noise"  # the cell of a speed-up that drafts cannot have caused
 
 
 @dataclass(slots=True)
@@ -78,7 +125,7 @@ class RunView:
             self._renderer.title(self.arm.title, self.arm.colour)
         if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
             self._prompt.has_legend = True
-            self._renderer.legend()
+            self._renderer.remark(legend(ascii_only=self._renderer.is_ascii))
         self._count("waiting for the first token ..." if self._text is None else "reading the prompt ...")
 
     def failed(self) -> None:
@@ -101,7 +148,8 @@ class RunView:
         self._pieces += pieces
         if self._shows_rounds:
             self._rounds += 1
-            self._renderer.round(self._rounds, step, self._prompt.tokenizer, timing=timing, traces=traces)
+            tokenizer = self._prompt.tokenizer
+            show_round(self._renderer, self._rounds, step, tokenizer, timing=timing, traces=traces)
         elif self._in_full:
             self._renderer.stream(self._lines.add(pieces))
         else:
@@ -130,7 +178,7 @@ class RunView:
         else:
             self._show_difference(run)
         if self.is_long:
-            self._renderer.figures(run, self._prompt.settings.length)
+            self._renderer.remark(figures_line(run, self._prompt.settings.length))
         self._prompt.shown.append(run)
 
     def _end_in_full(self, run: Run, rest: Sequence[MarkedPiece]) -> None:
@@ -176,13 +224,107 @@ class RunView:
             self._renderer.explain_marks()
 
 
+def figures_line(run: Run, length: int) -> str:
+    """The figures below a text. `length` is the maximum number of new tokens."""
+    tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
+    parts = [f"{tokens} in {run.seconds:.2f} s"]
+    if not run.is_local and run.first_seconds is not None:
+        parts.append(f"first after {run.first_seconds:.2f} s")
+    if run.drafted:
+        parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
+    return " · ".join(filter(None, [*parts, ending(run, length)]))
+
+
+def legend(*, ascii_only: bool) -> str:
+    """The meaning of signs and shapes."""
+    return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
+
+
+def round_pieces(
+    step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = (), *, ascii_only: bool = False
+) -> list[ColouredPiece]:
+    """The tokens of a round: accepted drafts in green, rejected ones in red, the corrected or bonus token in blue.
+
+    Signs carry the same information without colour. Drafts with a trace get the colour and the shape of their p/q.
+    """
+    pieces = [("+", "green", token) for token in step.drafted[: step.accepted]]
+    pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
+    painted = [(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces]
+    for position, trace in enumerate(traces):
+        _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
+        painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
+    if step.token is not None:
+        painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
+    return painted
+
+
+def round_timing(step: Step, timing: RoundTiming | None) -> str:
+    """The milliseconds of a round by activity, and its number of new tokens."""
+    if timing is None:
+        return ""
+    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
+    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
+    return f"{shown} ms | +{len(step.tokens)}"
+
+
+def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
+    """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
+    lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
+    matches = [trace for trace in traces if trace.match_length is not None]
+    hits = [f"{token_piece(tokenizer, trace.token)} ({trace.match_length or 'seed'})" for trace in matches]
+    return [*lines, f"hits: {'; '.join(hits)}"] if hits else lines
+
+
+def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
+    draft, target = token_piece(tokenizer, trace.token), token_piece(tokenizer, trace.target_token)
+    # A sampled token may be less likely than the draft.
+    verb = "preferred" if trace.target_p > trace.p else "drew"
+    figures = [f"p {trace.p:.2g}"]
+    if trace.q is not None:
+        figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
+    if trace.acceptance is not None and 0 < trace.acceptance < 1:
+        figures.append(f"acceptance probability {trace.acceptance:.2g}")
+    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
+    return (
+        f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
+        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
+    )
+
+
+def show_round(
+    renderer: Renderer,
+    number: int,
+    step: Step,
+    tokenizer: Any,
+    *,
+    timing: RoundTiming | None = None,
+    traces: Sequence[DraftTrace] = (),
+) -> None:
+    """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
+    pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
+    times = round_timing(step, timing)
+    renderer.pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
+    for line in trace_lines(traces, tokenizer):
+        renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
+
+
+def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
+    """Show one row for each strategy and server."""
+    beside_servers = not all(entry.run.is_local for entry in compared)
+    columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
+    rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
+    colours = [entry.arm.colour for entry in compared]
+    renderer.newline()
+    renderer.table([column.heading for column in columns], rows, OPTIONAL, colours=colours)
+
+
 def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[str, Divergence]]) -> None:
     """Show the table of runs, a line for each text that differs or cannot be compared, and an explanation.
 
     `causes` has the names of strategies, and why their texts differ from the target's.
     """
     if last.compared:
-        renderer.comparison(last.compared)
+        show_table(renderer, last.compared)
     if last.is_local:
         _explain_local_runs(renderer, last, causes)
     for sentence in server_summary(last):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
 from utils.decode.model_session import ModelSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 WORDS = 300
 

@@ -17,7 +17,7 @@ from sampling import RULES, FreeHead, HeadDrafter, HeadSession, autoregressive_s
 from sampling.distill.pages import TextPage
 from sampling.distill.students import Student
 from sampling.drafters import feature_sessions
-from utils.comparison.job import Job, SharedPrefills
+from utils.comparison.strategies import Job, SharedPrefills
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine

@@ -10,9 +10,8 @@ from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair
 from tiny import tiny_mamba
 
 from utils.commands.checks import EQUAL_TEXTS, NO_DIFFERENCE
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
-from utils.repl.runner import Verdict
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
+from utils.repl.repl_session import Verdict
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.full)])

@@ -11,12 +11,11 @@ import pytest
 from fakes import Screen, open_session, records_of
 from verdict_runs import Runs, helpful, similar_pair, verdict_of
 
-from utils.comparison.arms import LocalArm, ids_of
-from utils.comparison.runs import Run
+from utils.comparison.arms import LocalArm, Run, ids_of
 from utils.config.settings import Settings
 from utils.metrics.results import Generation
 from utils.prompts.conversation import Turns
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 CATEGORIES = ("writing", "stem", "translation", "qa")
 

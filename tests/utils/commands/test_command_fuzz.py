@@ -8,7 +8,7 @@ from fakes import open_session, screen, table_pair
 from utils.commands import default_registry
 from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 SLOW = {"audit", "lossless", "quit", "engine", "threads", "costs", "drafter_kind", "beams"}
 SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "texts"}

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from utils.commands import CommandContext, default_registry
+from utils.commands.setting_commands import NO_EFFECT
 from utils.commands.shared.registry import ChangeSettings
-from utils.commands.shared.setting_commands import NO_EFFECT
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import GREEDY, Limits, ProcessorSpec, StorageSpec
 from utils.errors import UserError
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 PAIR = table_pair()
 

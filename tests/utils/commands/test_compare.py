@@ -12,9 +12,9 @@ from fakes import Screen, open_session, records_of
 from recordings import Row, recorded
 
 from utils.commands.compare import AT_OTHER_TIMES, NOT_COMPARED, SAME
-from utils.comparison.recorded_runs import match, read_records
+from utils.comparison.records import match, read_records
 from utils.metrics.intervals import speedup_interval
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 PROMPTS = [f"prompt {number}" for number in range(6)]
 SETTINGS = {"length": 128, "processor": "greedy", "seed": 42, "gamma": "auto", "drafter_kind": "loaded", "debug": "off"}

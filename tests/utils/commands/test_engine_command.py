@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fakes import Screen, open_session, screen, tiny_pair
 
-from utils.commands.shared.setting_commands import engine_notes, engine_rows
+from utils.commands.setting_commands import engine_notes, engine_rows
 from utils.engine.engine_choice import EngineFigures
 from utils.engine.layer_engine import BIT_IDENTICAL
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 ROW = EngineFigures(
     promise=BIT_IDENTICAL,

@@ -9,8 +9,7 @@ from fakes import Screen, open_session, screen
 from paths import ROOT
 
 from utils.commands.help import FIGURES
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.text import decode, visible
 
 README = ROOT / "README.md"

@@ -13,8 +13,7 @@ from recordings import interrupt_after
 
 from utils.comparison.harness import Harness
 from utils.engine import Engine
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 
 @pytest.fixture

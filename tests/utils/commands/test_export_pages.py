@@ -14,8 +14,7 @@ from fakes import Screen, open_session, screen, tiny_pair, with_speculative
 from recordings import interrupt_after
 
 from utils.comparison.strategies import STRATEGIES
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.screen import renderer
 
 HOSTILE = "<script>alert(1)</script> \x1b[31mred `a|b` **bold** [x](http://evil) </pre></td> & &amp; \"quoted\" 'x'"

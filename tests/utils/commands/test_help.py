@@ -13,8 +13,7 @@ from utils.commands import CommandContext, default_registry
 from utils.commands.help import FIGURES
 from utils.commands.shared.registry import ALIASES, GROUPS
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 COMMANDS = list(default_registry())
 VISIBLE = default_registry().visible()

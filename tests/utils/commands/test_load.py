@@ -12,8 +12,7 @@ from utils.config.settings import setting_fields
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PAIRS, PairRequest, parse_request
 from utils.repl.loaded_pair import NO_TEMPLATE, TEMPLATE, LoadedPair
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 
 @pytest.fixture(scope="module")

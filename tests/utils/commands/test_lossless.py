@@ -12,15 +12,14 @@ from tiny import tiny_llama, tiny_mamba
 
 from utils.commands.checks import ALL_MATCH, NO_DIFFERENCE, OTHER, RARE, TOO_FEW, WRONG, conclusion
 from utils.comparison.arms import empty_storage
-from utils.comparison.job import Job, SharedPrefills
-from utils.comparison.reports import Finding
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.records import Finding
+from utils.comparison.strategies import STRATEGIES, Job, SharedPrefills
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
 

@@ -5,8 +5,7 @@ from fakes import Screen, open_session, table_pair
 
 from utils.config.value_types import GREEDY, PROCESSOR, Limits
 from utils.logits_processor import PROCESSORS
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 PAIR = table_pair()
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from utils.commands import race
 from utils.commands.experiments.races import RaceItem, RaceResult
-from utils.comparison.runs import Run
+from utils.comparison.arms import Run
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec, StorageSpec
@@ -23,8 +23,7 @@ from utils.engine.engine_choice import EngineFigures
 from utils.metrics.results import Generation
 from utils.pairs import drafter_kinds
 from utils.prompts.prompt_files import Prompt
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 NAMES = ["speculative", "ngram", "target"]
 

@@ -11,7 +11,7 @@ from recordings import Row, edited, interrupt_after, recorded
 
 from utils.commands import compare
 from utils.commands.compare import DIFFERENT, SAME
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 SAMPLING = ("/length 14", "/processor multinomial 1", "Hello there")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import open_session, reported, screen
 
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 PROMPT = "one two one two three"
 TASKS = ("summarization of long documents", "code")

@@ -16,8 +16,7 @@ from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec, StorageSpec
 from utils.metrics.costs import Costs
 from utils.repl.loaded_pair import NOTHING_TO_UNDO
-from utils.repl.repl_session import MAX_NESTED_FILES
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import MAX_NESTED_FILES, Verdict
 
 
 def test_settings_are_saved_and_restored(view: Screen, tmp_path: Path) -> None:

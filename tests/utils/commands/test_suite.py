@@ -14,13 +14,12 @@ import pytest
 from fakes import Screen, open_session, records_of, with_speculative
 from recordings import before_each_run, interrupt_after
 
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
 from utils.metrics.results import Generation, pooled
 from utils.prompts.prompt_files import Prompt, read_prompts
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 TEXTS = {"Hello there": "code", "Once upon a time": "story", "def f(x):": "code"}
 NAMES = ["speculative", "ngram", "target"]

@@ -16,15 +16,15 @@ from verdict_runs import STEP, TEXTS, Runs, helpful, prompts_file, session_of, u
 import infer
 from utils.commands.experiments.speed_model import TimeSplit, limits
 from utils.commands.verdicts import measurement
-from utils.commands.verdicts.wording import answer, tasks
+from utils.commands.verdicts.measurement import answer, tasks
 from utils.comparison import speed_claims
-from utils.comparison.speed_claims import SpeedClaim
+from utils.comparison.speed_claims import speed_claim
 from utils.config.arguments import parse_arguments
 from utils.decode.steps import FinishReason, Step
 from utils.engine import Engine
 from utils.metrics import intervals
 from utils.metrics.results import Generation
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def test_a_pair_that_helps(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_a_gain_is_seldom_denied_to_a_task(spread: float, prompts: int, monkeypa
         by_task = {}
         for task in ("chat", "code", "maths", "summarization", "translation", "question answering"):
             logs = np.log(1.1) + random.normal(0, spread, (prompts, 1)) + random.normal(0, 0.02, (prompts, 3))
-            claim = SpeedClaim.of(np.exp(logs).tolist())
-            by_task[task] = {**claim.figures, "prompts": prompts, "accepted": 9}
+            claim = speed_claim(np.exp(logs).tolist())
+            by_task[task] = {**claim, "prompts": prompts, "accepted": 9}
         lines = tasks(row | {"tasks": by_task})
         assert all(
             f"({low:.2f} to {high:.2f})" in lines[0] for low, high in (one["interval"] for one in by_task.values())
@@ -188,10 +188,10 @@ def test_a_gain_is_seldom_denied_to_a_task(spread: float, prompts: int, monkeypa
 
 def test_a_task_is_denied_a_gain_if_its_interval_excludes_one() -> None:
     row: dict[str, Any] = {"interval": [0.9, 1.2], "verdict": "not distinguishable"}
-    low = {**SpeedClaim.of([[0.8, 0.81], [0.82, 0.8], [0.79, 0.8]]).figures, "prompts": 3}
-    high = {**SpeedClaim.of([[1.4, 1.41], [1.42, 1.4], [1.39, 1.4]]).figures, "prompts": 3}
+    low = {**speed_claim([[0.8, 0.81], [0.82, 0.8], [0.79, 0.8]]), "prompts": 3}
+    high = {**speed_claim([[1.4, 1.41], [1.42, 1.4], [1.39, 1.4]]), "prompts": 3}
     assert tasks(row | {"tasks": {"code": low, "chat": high}})[1] == "It does not help with code."
-    for other in (low | {"prompts": 2}, {**SpeedClaim.of([[0.8], [0.81], [0.8]]).figures, "prompts": 3}):
+    for other in (low | {"prompts": 2}, {**speed_claim([[0.8], [0.81], [0.8]]), "prompts": 3}):
         assert len(tasks(row | {"tasks": {"code": other, "chat": high}})) == 1
     assert len(tasks(row | {"tasks": {"code": low, "chat": high}, "verdict": "too few"})) == 1
 

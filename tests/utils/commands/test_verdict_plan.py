@@ -10,7 +10,7 @@ from verdict_runs import TEXTS, Runs, helpful, ids_of, prompts_file, session_of,
 
 from utils.commands.verdicts.measurement import FOLDER, RUN_SECONDS, divide, plan_prompts, run_length, run_seconds
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def test_one_prompt_is_run_as_long_as_there_is_time_for(

@@ -11,11 +11,11 @@ from fakes import Screen, open_session, records_of, reported, table_pair
 
 from utils.commands.experiments.speed_model import TargetTiming
 from utils.commands.whatif import ESTIMATE, EXACT, _conclusion
-from utils.comparison.reports import Finding
+from utils.comparison.records import Finding
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def test_every_gamma_is_shown_and_recorded(view: Screen, tmp_path: Path) -> None:

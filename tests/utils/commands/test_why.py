@@ -11,10 +11,9 @@ from fakes import Screen, open_session, records_of, table_pair
 from utils.commands.experiments.speed_model import bottleneck, draft_figures
 from utils.commands.whatif import WHY_TABLE as TABLE
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Generation
-from utils.metrics.stopwatch import RoundTiming
+from utils.metrics.results import Generation, RoundTiming
 from utils.pairs.drafter_kinds import drafter_kind
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def generation(rounds: list[tuple[int, int]], timing: RoundTiming) -> Generation:

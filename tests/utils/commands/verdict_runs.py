@@ -21,16 +21,14 @@ from fakes import Screen, open_session, records_of, table_pair
 
 from utils.commands.verdicts import measurement
 from utils.comparison import arms
-from utils.comparison.arms import LocalArm
-from utils.comparison.runs import Run
+from utils.comparison.arms import LocalArm, Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import Step
-from utils.metrics.stopwatch import RoundTiming
+from utils.metrics.results import RoundTiming
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 STEP = 0.1  # seconds of a decode step
 Cost = Callable[[Strategy, Step], float]

@@ -8,9 +8,9 @@ import pytest
 from fake_clock import FakeClock
 from fakes import Screen, open_session
 
-from utils.comparison import reports
-from utils.comparison.reports import Countdown
-from utils.repl.runner import Verdict
+from utils.comparison import records as reports
+from utils.comparison.records import Countdown
+from utils.repl.repl_session import Verdict
 
 
 def test_the_time_left_is_shown_once_a_second() -> None:

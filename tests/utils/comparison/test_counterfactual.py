@@ -17,8 +17,7 @@ from sampling.counterfactual import chain_single_drafts
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.metrics.costs import Costs
-from utils.metrics.results import collect, tokens_of
-from utils.metrics.stopwatch import Stopwatch
+from utils.metrics.results import Stopwatch, collect, tokens_of
 
 COSTS = Costs(verify=(0.05, 0.1, 0.2, 0.3), draft=(("model", 0.1), ("head", 0.05), ("layers:1", 0.2)))
 WORDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")

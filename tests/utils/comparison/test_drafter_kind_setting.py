@@ -11,7 +11,7 @@ from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import as_json
 from utils.config.value_types import COST_TABLE_EXAMPLE
 from utils.metrics.costs import Costs
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 REPEATS = "one two three one two three one two"
 

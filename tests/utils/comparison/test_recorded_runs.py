@@ -12,7 +12,7 @@ import pytest
 from fakes import screen
 from recordings import Row, recorded
 
-from utils.comparison.recorded_runs import read_records
+from utils.comparison.records import read_records
 from utils.config.settings import Settings, as_json, from_json, setting_fields
 from utils.config.value_types import Limits, ProcessorSpec, StorageSpec
 from utils.metrics.costs import Costs

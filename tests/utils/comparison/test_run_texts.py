@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_runs import local_run
 
-from utils.comparison.runs import Run, relation, start_of_context
+from utils.comparison.arms import Run, relation, start_of_context
 from utils.comparison.strategies import STRATEGIES
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation, first_difference

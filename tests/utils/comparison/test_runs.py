@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from local_runs import local_run
 
-from utils.comparison.runs import Run, compare_run
+from utils.comparison.arms import Run, compare_run
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec

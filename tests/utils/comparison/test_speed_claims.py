@@ -10,7 +10,7 @@ from simulations import FEWER
 
 from utils.commands.experiments.races import best_of_each, race_conclusion
 from utils.commands.race import conclusion as sweep_conclusion
-from utils.comparison.speed_claims import SpeedClaim, agree, speed_sentence
+from utils.comparison.speed_claims import agree, speed_claim, speed_sentence
 from utils.metrics import intervals
 
 CLEAR = [1.5, 1.52, 1.48, 1.51, 1.49]
@@ -37,12 +37,12 @@ CLAIMS = ("is faster", "is the fastest", "is slower", "faster over")
 def test_a_verdict_needs_an_interval_and_repeats_that_agree(
     groups: list[list[float]], tokens_per_forward: float | None, expected: str
 ) -> None:
-    assert SpeedClaim.of(groups, tokens_per_forward=tokens_per_forward).verdict == expected
+    assert speed_claim(groups, tokens_per_forward=tokens_per_forward)["verdict"] == expected
 
 
 def test_the_baseline_is_named_and_an_unbounded_interval_is_not_recorded() -> None:
-    assert SpeedClaim.of([[1.0] * 9], baseline=True).verdict == "baseline"
-    assert SpeedClaim.of([[1.29]]).figures["interval"] is None
+    assert speed_claim([[1.0] * 9], baseline=True)["verdict"] == "baseline"
+    assert speed_claim([[1.29]])["interval"] is None
 
 
 def test_repeats_agree_if_chance_does_it_once_in_16() -> None:
@@ -57,12 +57,12 @@ def test_equal_speeds_are_seldom_called_different(repeats: int, monkeypatch: pyt
     monkeypatch.setattr(intervals, "RESAMPLES", FEWER)
     random = np.random.default_rng(repeats)
     draws = np.exp(random.normal(0, 0.1, (1000, repeats)))
-    wrong = sum(SpeedClaim.of([list(map(float, draw))]).verdict != "not distinguishable" for draw in draws)
+    wrong = sum(speed_claim([list(map(float, draw))])["verdict"] != "not distinguishable" for draw in draws)
     assert wrong <= 62
 
 
 def row(strategy: str, speedups: list[float], forwards: float | None = 2.0, **figures: Any) -> dict[str, Any]:
-    claim = SpeedClaim.of(
+    claim = speed_claim(
         [speedups], baseline=strategy == "target", tokens_per_forward=None if strategy == "target" else forwards
     )
     return {
@@ -74,7 +74,7 @@ def row(strategy: str, speedups: list[float], forwards: float | None = 2.0, **fi
         "tokens_per_second": [10 * value for value in speedups],
         "text_number": 0,
         "setting": "gamma 1",
-        **claim.figures,
+        **claim,
         **figures,
     }
 
@@ -160,7 +160,7 @@ def test_a_sweep_does_not_compare_different_texts() -> None:
 
 
 def test_an_interval_that_excludes_1_is_not_contradicted_without_a_reason() -> None:
-    row = {"strategy": "ngram", **SpeedClaim.of([[0.5, 0.5, 0.6, 0.6, 1.01]]).figures}
+    row = {"strategy": "ngram", **speed_claim([[0.5, 0.5, 0.6, 0.6, 1.01]])}
     assert row["interval"][1] < 1 and row["verdict"] == "not distinguishable"
     assert "repeats" in speed_sentence(row)
     assert "repeats" not in speed_sentence({**row, "interval": [0.5, 1.1]})

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from local_runs import compared_run, compared_with, local_run
 
-from utils.comparison.speed_claims import rough
+from utils.comparison.speed_claims import ending, is_noise, rough, summary
 from utils.comparison.strategies import STRATEGIES
-from utils.comparison.summary import ending, is_noise, summary
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Comparison, Generation
 

@@ -19,8 +19,7 @@ from sampling import RULES, autoregressive_generate, autoregressive_steps, specu
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from sampling.drafters.masked import MaskedSession
 from utils.bounds import MAX_GAMMA
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.decode.layer_cut import first_layers
 from utils.engine import Engine

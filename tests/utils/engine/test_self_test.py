@@ -20,7 +20,7 @@ from utils.engine.machine_code import Code
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 llama = partial(tiny_llama, vocab_size=96)
 

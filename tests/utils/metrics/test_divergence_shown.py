@@ -8,12 +8,12 @@ from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pai
 
 from sampling import RULES, Rule
 from utils.commands.texts import NO_RUNS
+from utils.comparison.arms import REASONS
 from utils.comparison.harness import NO_PROMPT_YET
 from utils.comparison.records import RecordFile, divergence_figures
-from utils.comparison.runs import REASONS
 from utils.decode.noise import Noise
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
-from utils.repl.runner import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
+from utils.repl.repl_session import NOT_EXPLAINED, OUT_OF_MEMORY, Verdict
 
 
 def test_sampling_is_shown_and_recorded_as_the_cause(view: Screen, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_failed_explanation_does_not_affect_the_runs(
     def broken(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("utils.comparison.session_state.explain", broken)
+    monkeypatch.setattr("utils.comparison.harness.explain", broken)
     file = tmp_path / "runs.jsonl"
     repl = open_session(view, records=file)
     repl.handle("/processor multinomial 1.2")
@@ -108,7 +108,7 @@ def test_the_rounding_that_an_audit_measured_is_used(view: Screen, monkeypatch: 
         known.append(rounding)
         return Divergence(0, None, None, (TokenCandidate(5, 0.5, 1.0),) * 2, None, Cause.SAMPLING)
 
-    monkeypatch.setattr("utils.comparison.session_state.explain", explain)
+    monkeypatch.setattr("utils.comparison.harness.explain", explain)
     repl = open_session(view, tiny_pair())
     for line in ("/processor multinomial 1.2", "/length 6", "/audit 2", "Hello"):
         repl.handle(line)

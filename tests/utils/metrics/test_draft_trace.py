@@ -21,10 +21,9 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.metrics.draft_trace import DraftTrace, DraftTracer, rank
-from utils.metrics.results import Generation, collect
-from utils.repl.runner import Verdict
-from utils.screen.renderer import RATIO_LEVELS, legend, round_pieces, trace_lines
+from utils.metrics.results import DraftTrace, DraftTracer, Generation, collect, rank
+from utils.repl.repl_session import Verdict
+from utils.screen.run_view import RATIO_LEVELS, legend, round_pieces, show_round, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
@@ -140,7 +139,7 @@ def test_full_debug_in_a_session(view: Screen) -> None:
 def test_no_token_is_broken_on_a_narrow_terminal() -> None:
     view = screen(width=40, colour=True)
     drafted = tuple(range(1000, 1012))
-    view.renderer.round(1, Step(drafted, 12, 2000), None)
+    show_round(view.renderer, 1, Step(drafted, 12, 2000), None)
     lines = [
         line.replace("\x1b[32m", "").replace("\x1b[34m", "").replace("\x1b[0m", "")
         for line in view.take()[0].splitlines()

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from fake_clock import FakeClock
 
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.results import Generation, collect, first_difference
-from utils.metrics.stopwatch import RoundTiming
+from utils.metrics.results import Generation, RoundTiming, collect, first_difference
 
 STEPS = (
     Step((1, 2, 3), 3, 4),

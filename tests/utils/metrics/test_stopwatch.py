@@ -15,9 +15,8 @@ from utils.decode.decoding import Decoding
 from utils.decode.drafts import Draft, Verified
 from utils.decode.model_session import ModelSession
 from utils.logits_processor import GreedyProcessor
-from utils.metrics.results import collect
-from utils.metrics.stopwatch import RoundTiming, Stopwatch, TimedDrafter, TimedSession
-from utils.repl.runner import Verdict
+from utils.metrics.results import RoundTiming, Stopwatch, TimedDrafter, TimedSession, collect
+from utils.repl.repl_session import Verdict
 
 CLOCK = FakeClock()
 

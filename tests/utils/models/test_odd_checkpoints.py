@@ -28,7 +28,7 @@ from utils.errors import UserError
 from utils.models.sources import parse_path
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def edit(folder: Path, file: str, **fields: Any) -> None:

@@ -16,7 +16,7 @@ from utils.pairs.pair import (
     PairFinding,
     compare_models,
 )
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 
 def compared(drafter=None, drafter_tokenizer=None, tokenizer=None) -> Compatibility:

@@ -11,10 +11,10 @@ from tiny import tiny_head
 from ngram_assisted import LongestMatch, MatchDrafter, NGramStorage
 from sampling import RULES, Draft, Drafter, speculative_steps
 from utils.commands import default_registry
-from utils.comparison.job import Job
+from utils.comparison.strategies import Job
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.metrics.draft_trace import DraftTracer
+from utils.metrics.results import DraftTracer
 from utils.pairs import drafter_kinds, request
 from utils.pairs.drafter_kinds import (
     DRAFTER_KINDS,
@@ -26,7 +26,7 @@ from utils.pairs.drafter_kinds import (
     drafter_label,
     surviving_kinds,
 )
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 NAMES = [kind.name for kind in DRAFTER_KINDS]
 PROMPT = [5, 9, 13, 7] * 3
@@ -44,14 +44,14 @@ def test_every_word_has_a_row() -> None:
 
 def test_an_unknown_word_is_refused_with_all_names() -> None:
     with pytest.raises(UserError) as caught:
-        drafter_kind("nonsense")
+        request.check_drafter("nonsense")
     assert all(name in str(caught.value) for name in ("nonsense", *NAMES))
 
 
 @pytest.mark.parametrize("number", ["", "0", "04", "-1", "1.5", "10000", "K", "x", "\N{ARABIC-INDIC DIGIT THREE}"])
 def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
     with pytest.raises(UserError) as caught:
-        drafter_kind(f"layers:{number}")
+        request.check_drafter(f"layers:{number}")
     assert f"'layers:{number}'" in str(caught.value) and "layers:K" in str(caught.value)
 
 

@@ -18,8 +18,8 @@ from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
 from utils.engine import EngineState
 from utils.repl import loaded_pair
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import BackgroundTask, Verdict
+from utils.repl.loaded_pair import BackgroundTask
+from utils.repl.repl_session import ReplSession, Verdict
 from utils.repl.status import EXAMPLE, first_screen
 
 

@@ -12,15 +12,13 @@ import pytest
 from fakes import Screen, open_session, table_pair, tiny_pair
 from turns import START, A, handled, jobs_of, rendered
 
-from utils.commands.session import FORGOTTEN, NO_CONVERSATION
-from utils.commands.shared.setting_commands import NO_EFFECT
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.commands.setting_commands import FORGOTTEN, NO_CONVERSATION, NO_EFFECT
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.prompts.conversation import prompt_ids
 from utils.repl.loaded_pair import CONVERSATION_ENDED, CONVERSATION_LOST
-from utils.repl.runner import TURN_NOT_KEPT, Verdict
+from utils.repl.repl_session import TURN_NOT_KEPT, Verdict
 
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
@@ -94,7 +92,7 @@ def test_ctrl_c_after_the_last_answer_keeps_nothing_either(view: Screen, monkeyp
 
     session = open_session(view)
     handled(session, *START)
-    monkeypatch.setattr(view.renderer, "comparison", interrupted)
+    monkeypatch.setattr(view.renderer, "table", interrupted)
     assert session.handle("Hello") is Verdict.INTERRUPTED
     assert TURN_NOT_KEPT in view.take()[1] and not session.harness.state.conversations.by_name
 

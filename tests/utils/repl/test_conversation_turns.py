@@ -11,8 +11,7 @@ from fakes import Screen, open_session, records_of, table_pair
 from turns import START, A, B, C, by_name, handled, jobs_of, rendered, watched
 
 from sampling import autoregressive_steps
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
@@ -20,7 +19,7 @@ from utils.decode.steps import FinishReason, Step
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
 from utils.prompts.conversation import Conversations, diverging_turn
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.screen.run_view import OWN_CONVERSATION
 
 
@@ -116,7 +115,7 @@ def test_texts_of_different_conversations_are_not_explained(
     handled(session, *START, "/length 12", "/processor multinomial 1.2", "Hello")
     assert by_name(file, "Hello")["speculative"]["divergence"]["cause"] == "sampling"
     monkeypatch.setattr(
-        "utils.comparison.session_state.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
+        "utils.comparison.harness.explain", lambda *arguments: pytest.fail("explained with the wrong prompt")
     )
     view.take()
     handled(session, "And why?")

@@ -16,7 +16,7 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from utils.commands.verdicts.selection import kind_name
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.repl.status import first_screen, model_facts
 
 

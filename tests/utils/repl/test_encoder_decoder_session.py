@@ -17,7 +17,7 @@ from utils.decode.generation_rules import GenerationRules
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.repl.loaded_pair import NO_TEMPLATE
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 
 KINDS = "/drafter_kind loaded lookup suffix chain"
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.decode.steps import Step
 from utils.errors import UserError
-from utils.repl import runner
-from utils.repl.runner import OUT_OF_MEMORY, Verdict
+from utils.repl import repl_session
+from utils.repl.repl_session import OUT_OF_MEMORY, Verdict
 from utils.screen.renderer import MarkedPiece
 from utils.screen.run_view import plain_text
 
@@ -133,7 +132,7 @@ def test_a_second_ctrl_c_ends_the_comparison_and_keeps_the_records(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "divergence_of", interrupted)
+    monkeypatch.setattr(repl_session, "divergence_of", interrupted)
     session.handle("/processor multinomial 1.5")
     assert session.handle("Hello") is Verdict.INTERRUPTED
     results, messages = view.take()

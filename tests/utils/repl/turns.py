@@ -10,12 +10,10 @@ from typing import Any
 
 from fakes import records_of
 
-from utils.comparison.job import Job
-from utils.comparison.strategies import STRATEGIES, Strategy
+from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.decode.steps import Step
 from utils.prompts.conversation import Turn
-from utils.repl.repl_session import ReplSession
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import ReplSession, Verdict
 
 START = ("/turns on", "/length 6")
 A, B, C = Turn("a", "1"), Turn("b", "2"), Turn("c", "3")

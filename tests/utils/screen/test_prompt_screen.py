@@ -11,13 +11,13 @@ from local_runs import arm_of, compared_with, local_run
 from terminal import Terminal
 from tiny import tiny_tokenizer
 
-from utils.comparison.runs import Run
+from utils.comparison.arms import Run
 from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation, collect
-from utils.repl.runner import Verdict
-from utils.screen.run_view import PromptView
+from utils.repl.repl_session import Verdict
+from utils.screen.run_view import PromptView, show_table
 
 TOKENIZER = tiny_tokenizer()
 ROWS = {row.name: row for row in STRATEGIES}
@@ -160,7 +160,7 @@ def test_the_table_fits_and_keeps_the_important_columns(width: int) -> None:
         )
     ]
     view = screen(width=width)
-    view.renderer.comparison(runs)
+    show_table(view.renderer, runs)
     table = view.take()[0]
     assert max(map(len, table.splitlines())) <= width
     for word in ("tokens/s", "speed-up", "tokens/", "forward", "text", "1.00x", "2.00", "differs"):
@@ -175,6 +175,6 @@ def test_a_speed_up_without_accepted_drafts_is_not_in_the_table(view: Screen) ->
         compared_with(run_of("ngram", run), target)
         for run in (Generation(tuple(rejected), seconds, 0.1, FinishReason.LENGTH) for seconds in (0.8, 1.25))
     ]
-    view.renderer.comparison(runs)
+    show_table(view.renderer, runs)
     first, second = view.take()[0].splitlines()[-2:]
     assert "noise" in first and "1.25x" not in first and "0.80x" in second

@@ -10,7 +10,8 @@ from fakes import open_session, screen
 from rich.console import Console
 from terminal import Terminal
 
-from utils.repl.runner import BackgroundTask, Verdict
+from utils.repl.loaded_pair import BackgroundTask
+from utils.repl.repl_session import Verdict
 from utils.screen.renderer import Mark, Renderer, make_renderer
 
 LONG_CELL = "a cell with many words, " * 10

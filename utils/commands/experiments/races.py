@@ -10,25 +10,24 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Self, TypeVar
 
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
-from utils.comparison.arms import Arm, LocalArm, ServerArm, complete
+from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
+from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent, shortened
-from utils.comparison.runs import PREFIX, Run, compare_run, text_figures
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened
 from utils.comparison.speed_claims import (
     BASELINE,
     FASTER,
+    NO_BASELINE,
     SLOWER,
     TOO_FEW,
-    SpeedClaim,
     interval_text,
     reasons_unknown,
     rough,
     server_notes,
+    speed_claim,
     speed_sentence,
     speedup_text,
 )
-from utils.comparison.summary import NO_BASELINE
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -357,7 +356,7 @@ def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = Fa
     per_forward = total.tokens_per_target_forward or None
     # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
     drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
-    claim = SpeedClaim.of(
+    claim = speed_claim(
         groups,
         baseline=first.name == first.baseline,
         tokens_per_forward=per_forward if drafts else None,
@@ -376,7 +375,7 @@ def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = Fa
         "decode_tokens_per_second": [run.decode_tokens_per_second for run in runs if run.decode_tokens_per_second],
         "speedups": [speedup for speedups in groups for speedup in speedups],
         "speedups_by_prompt": groups,
-        **claim.figures,
+        **claim,
         "drafted": total.drafted,
         "accepted": total.accepted,
         "acceptance_rate": total.acceptance_rate,

@@ -10,20 +10,20 @@ from statistics import fmean
 from typing import Any
 
 from utils.commands.experiments.races import OTHER_REASON
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
-from utils.comparison.reports import Finding, ReportTable
+from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
+from utils.comparison.records import Finding, ReportTable
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
     NOT_DISTINGUISHABLE,
     SLOWER,
     TOO_FEW,
-    SpeedClaim,
     claim_text,
     interval_text,
     reasons_unknown,
     rough,
     server_notes,
+    speed_claim,
     speedup_text,
     star,
 )
@@ -177,7 +177,7 @@ class LoadCell:
             "other_tokens": [one.other_tokens for one in slices],
             "disturbed": any(one.other_tokens for one in slices) or any(others),
             "speedups": ratios,
-            **SpeedClaim.of([ratios], tokens_per_forward=1.0 if self.saved_nothing else None).figures,
+            **speed_claim([ratios], tokens_per_forward=1.0 if self.saved_nothing else None),
         }
 
     @property
@@ -233,7 +233,7 @@ def _choice(cell: LoadCell, cells: Sequence[LoadCell]) -> dict[str, bool | None]
     not measurably slower than the fastest. None with too few turns.
     """
     best = max(cells, key=lambda one: fmean([one.speed(turn) or 0.0 for turn in one.slices]), default=cell)
-    found = {one.draft or 0: SpeedClaim.of([list(_ratios(best, one))]).verdict for one in cells if one is not best}
+    found = {one.draft or 0: speed_claim([list(_ratios(best, one))])["verdict"] for one in cells if one is not best}
     if not found or {TOO_FEW, "-"} & set(found.values()):
         return {"fastest": None, "advised": None}
     as_fast = [best.draft or 0, *(draft for draft, verdict in found.items() if verdict != FASTER)]

@@ -14,15 +14,22 @@ from typing import Any
 
 from utils.bounds import WholeRange
 from utils.commands.experiments.races import with_bounds
-from utils.commands.shared.columns import NOTHING, ResultColumn, ResultTable, Row, figure
-from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.experiments.speed_model import expected_drafts, read_text
+from utils.commands.shared.registry import (
+    NOTHING,
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    path_in,
+)
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
-from utils.comparison.gamma_replay import expected_drafts, read_text
 from utils.comparison.harness import Harness
-from utils.comparison.recorded_runs import RecordedRun, read_records
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Finding, Note, Progress, RecordedRun, ReportEvent, read_records
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason

@@ -28,7 +28,7 @@ from utils.commands.servers.load_figures import (
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.reports import Note, Progress, ReportEvent
+from utils.comparison.records import Note, Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice

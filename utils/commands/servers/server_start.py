@@ -4,9 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from utils.commands.shared.columns import ResultTable, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome
-from utils.comparison.reports import Finding, Progress, ReportEvent
+from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, figure, figures_of
+from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.drafter_formats.pard import is_pard

@@ -12,10 +12,18 @@ from math import inf
 from typing import NamedTuple
 
 from utils.bounds import WholeRange
-from utils.commands.shared.columns import ResultColumn, ResultTable, Row, figure, figures_of
-from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.shared.registry import (
+    CommandContext,
+    Outcome,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+    path_in,
+)
 from utils.comparison.arms import request_maker
-from utils.comparison.reports import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.errors import UserError, check_choice
 from utils.metrics.results import first_difference
 from utils.prompts.prompt_files import read_prompts, spaced

@@ -22,26 +22,23 @@ from utils.commands.experiments.races import (
 from utils.commands.experiments.speed_model import TargetTiming, draft_figures, gamma_text, predictions
 from utils.commands.verdicts.measurement import (
     SELECTION_SECONDS,
+    Figures,
     Measurement,
     PromptPlan,
-    Row,
+    helps,
     run_length,
     run_seconds,
     started_clock,
 )
-from utils.commands.verdicts.wording import helps
-from utils.comparison.arms import Arm, complete
+from utils.comparison.arms import PREFIX, Arm, Run, complete
 from utils.comparison.harness import Harness, comparable_servers
-from utils.comparison.job import Job
-from utils.comparison.reports import Progress
-from utils.comparison.runs import PREFIX, Run
+from utils.comparison.records import Progress
 from utils.comparison.speed_claims import SLOWER, server_notes
-from utils.comparison.strategies import Strategy, is_greedy
+from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
-from utils.metrics.results import Generation
-from utils.metrics.stopwatch import Clock
+from utils.metrics.results import Clock, Generation
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -308,7 +305,7 @@ class DrafterSelection:
                 break
         return scores
 
-    def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
+    def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
         """The figures that only a drafter has. `row` has the others, and `settings` are the session's."""
         chosen, pair = self.chosen, self.harness.pair
         assert chosen.strategy.kind is not None
@@ -410,7 +407,7 @@ class ServerSelection:
             raise UserError(" ".join(problems))
         return replace(settings, length=run_length(max(steps), settings.length, run_seconds(len(plan.measured))))
 
-    def figures(self, measurement: Measurement, row: Row, settings: Settings) -> Row:
+    def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
         """The figures that only a server has."""
         names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
         known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
