@@ -35,7 +35,6 @@ from utils.engine.machine_code import (
 )
 from utils.engine.weight_blocks import BlockWeight
 
-_NEAR = 1024  # bytes. What few rows of float32 ask for early; other products ask for the next block
 LANES = 16  # outputs of a block
 _FLOATS, _WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
@@ -52,8 +51,9 @@ _TILE_ARGUMENTS = {
     "out": POINTER,
     "out_stride": INT,
     "groups": INT,
-    "ahead": POINTER,  # weights that are asked for meanwhile
-    "share": INT,  # how many: one of 2^share parts of a block
+    "last": INT,  # the last block that there is. A tile with more blocks computes it several times
+    "ahead": POINTER,  # weights that are asked for meanwhile, those of the first block
+    "share": INT,  # how many: one of 2^share parts of each block
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
 _X, _INPUTS, _SUMS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "sums", "out"))
@@ -144,7 +144,8 @@ class _Tile:
     """
 
     def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int, *, streams: bool = True) -> None:
-        self._streams = streams and rows > 2  # one or two rows keep memory busy without asking early
+        # One or two rows keep memory busy without asking early, but not on processors with AVX-512.
+        self._streams = streams and (rows > 2 or _has_many_registers())
         self._code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self.function = self._code.function
         self.function.linkage = "internal"
@@ -153,7 +154,8 @@ class _Tile:
                 argument.add_attribute("noalias")
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
-        self._blocks = [_of_block(self._code, form, self._given, INT(block)) for block in range(blocks)]
+        places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
+        self._blocks = [_of_block(self._code, form, self._given, place) for place in places]
         self._inputs = [self._code.at(self._given["x"], INT(row * form.inputs)) for row in range(rows)]
         self._zeros = [_ZERO] * (rows * blocks)
         self._size, self._at_once = form.group or form.inputs, IN_WORD if form.kind == "uint4" else 1
@@ -194,8 +196,9 @@ class _Tile:
             step = code.mul(code.udiv(index, INT(at_once)), INT(self._stride))
             packed = [_packed(code, self._form, code.at(start, step, BYTE)) for start in starts]
             if self._streams:
-                ahead = code.lshr(code.add(offset, step), self._given["share"])
-                code.prefetch(code.at(self._given["ahead"], ahead, BYTE))
+                ahead = code.at(self._given["ahead"], code.lshr(code.add(offset, step), self._given["share"]), BYTE)
+                for block in range(len(starts)):
+                    code.prefetch(code.at(ahead, INT(block * _block_bytes(self._form)), BYTE))
             for each in range(at_once):
                 values = [_unpacked(code, self._form, part, each) for part in packed]
                 for row, pointer in enumerate(inputs):
@@ -231,45 +234,43 @@ def _blocks_of(code: Code, given: dict[str, ir.Value], item: ir.Value) -> tuple[
     return first, code.smaller(code.sub(given["blocks"], first), given["span"])
 
 
-def _add_block_function(module: ir.Module, form: PackedForm, most_rows: int) -> None:
-    """block(arguments, item): the product of all rows with `span` blocks. Few rows take two blocks at once, because a
-    processor adds to several sums in the time that it takes for one.
-    """
-    tiles = {rows: _Tile(module, form, rows, 1).write() for rows in range(1, most_rows + 1)}
-    pairs = {rows: _Tile(module, form, rows, 2).write() for rows in (1, 2)}
+def _add_block_function(module: ir.Module, form: PackedForm) -> None:
+    """block(arguments, item): the product of all rows with `span` blocks, several at once."""
+    shapes = {
+        blocks: {rows: _Tile(module, form, rows, blocks).write() for rows in range(1, most + 1)}
+        for blocks, most in _tile_shapes(form.kind).items()
+    }
     code, (pointer, item) = new_function(module, "block", [POINTER, INT])
     given = read_words(code, pointer, _ARGUMENTS)
     first, count = _blocks_of(code, given, item)
-    end = code.add(first, count)
+    after = code.append_basic_block()
+    for at_once, tiles in shapes.items():
 
-    def compute(functions: dict[int, ir.Function], size: int) -> None:
-        def some(index: ir.Value) -> None:
-            block = code.add(first, index)
-            # The last one of an odd number is computed twice by pairs, with the same result.
-            block = code.smaller(block, code.sub(end, INT(size)))
-            _compute_tiles(code, form, functions, own=_of_block(code, form, given, block))
+        def compute(index: ir.Value) -> None:
+            own = _of_block(code, form, given, code.add(first, index))
+            own["last"] = code.sub(code.sub(count, index), INT(1))
+            _compute_tiles(code, form, tiles, own=own, at_once=at_once)  # noqa: B023
 
-        code.for_each(count, some, step=size)
-
-    few = code.and_(code.icmp_unsigned("<=", given["rows"], INT(2)), code.icmp_unsigned(">=", count, INT(2)))
-    with code.if_else(few) as (then, otherwise):
-        with then:
-            compute(pairs, 2)
-        with otherwise:
-            compute(tiles, 1)
+        with code.if_then(code.icmp_unsigned("<=", given["tile"], INT(len(tiles)))):
+            code.for_each(count, compute, step=at_once)
+            code.branch(after)
+    code.branch(after)
+    code.position_at_end(after)
     code.ret_void()
 
 
-def _compute_tiles(code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value]) -> None:
+def _compute_tiles(
+    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value], at_once: int
+) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
 
     count_of_tiles = code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"])
-    # While a block is computed, the next one is brought from memory: by each tile of rows a part.
+    # While blocks are computed, the next ones are brought from memory: by each tile of rows a part.
     size = _block_bytes(form)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = min(size, _NEAR) if form.kind == "float32" else size
-    next_block = code.at(own["values"], code.select(is_one, INT(near), INT(size)), BYTE)
+    near = min(size, _near_bytes(form.kind) or size)
+    next_block = code.at(own["values"], code.select(is_one, INT(near), INT(size * at_once)), BYTE)
 
     def compute_tile(index: ir.Value) -> None:
         first = code.mul(index, own["tile"])
@@ -310,7 +311,7 @@ def _wide_function(form: PackedForm) -> int:
     def compute(index: ir.Value) -> None:
         own = _of_block(code, form, given, code.add(first, index))
         _unpack_block(code, form, own, memory)
-        _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1)})
+        _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1), "last": INT(0)}, at_once=1)
 
     code.for_each(count, compute)
     code.ret_void()
@@ -365,16 +366,36 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     code.ret_void()
 
 
+def _has_many_registers() -> bool:
+    return has_feature("avx512f")
+
+
+def _tile_shapes(kind: str) -> dict[int, int]:
+    """The largest number of rows of a tile by its number of blocks, most blocks first. Its sums fit into the registers.
+
+    Several blocks give few rows enough sums for a processor to add to some while others are not ready. Values of 4 bits
+    do so with one block from 7 rows on, and need registers for unpacking.
+    """
+    if not _has_many_registers():
+        return {2: 2, 1: 6}
+    return {2: 6, 1: 12} if kind == "uint4" else {4: 3, 2: 12}
+
+
 def _most_rows() -> int:
-    """The largest number of rows whose sums fit into the registers."""
-    return 12 if has_feature("avx512f") else 6
+    """The largest number of rows of a tile."""
+    return max(_tile_shapes("float32").values())
+
+
+def _near_bytes(kind: str) -> int:
+    """How far ahead a single tile of rows asks for weights. 0: for the next blocks."""
+    return 4096 if _has_many_registers() else 1024 if kind == "float32" else 0
 
 
 @cache
 def _functions(form: PackedForm) -> tuple[int, int]:
     """The addresses of `block`, and of `prepare` or 0."""
     module = ir.Module("products")
-    _add_block_function(module, form, _most_rows())
+    _add_block_function(module, form)
     if form.is_prepared:
         _add_prepare_function(module, form)
     address = compiled(module)
@@ -510,7 +531,8 @@ class CompiledKernel:
         `stride` values apart. All tensors must live as long as the jobs.
         """
         blocks = self.width // LANES
-        span, tiles = -(-blocks // ITEMS), -(-rows // _most_rows())
+        at_once, tiles = max(_tile_shapes(self.form.kind)), -(-rows // _most_rows())
+        span = -(-blocks // (ITEMS * at_once)) * at_once
         is_wide, scaled = self._is_wide(rows), self._scaled_size(rows)
         arguments = words(
             _ARGUMENTS,

@@ -18,7 +18,7 @@ from torch import Tensor
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
 NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
-_TICKET, _COMPLETED, _SERVING, _OTHERS = 0, _LINE, 2 * _LINE, 2 * _LINE + 1
+_TICKET, _COMPLETED, _SERVING, _OTHERS, _RUNNING = 0, _LINE, 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 _FUNCTION, _ARGUMENT, _JOBS = range(3 * _LINE, 3 * _LINE + 3)
 _WORDS = 4 * _LINE
 _SPINS = 10_000  # of a thread that waits for a job, a few hundred microseconds
@@ -251,6 +251,8 @@ def _add_lead(module: ir.Module) -> None:
     """
     code, (state, count) = new_function(module, "lead", [POINTER, INT])
     jobs = code.load(code.at(state, INT(_JOBS), INT), typ=POINTER)
+    running = code.at(state, INT(_RUNNING), INT)
+    code.atomic_rmw("xchg", running, INT(1), "monotonic")
 
     def run_job(index: ir.Value) -> None:
         start = code.mul(index, INT(3))
@@ -277,11 +279,12 @@ def _add_lead(module: ir.Module) -> None:
         code.position_at_end(done)
 
     code.for_each(count, run_job)
+    code.atomic_rmw("xchg", running, INT(0), "monotonic")
     code.ret_void()
 
 
 def _add_serve(module: ir.Module) -> None:
-    """serve(state, index): take part in jobs until there has been none for a while, or until fewer threads are used."""
+    """serve(state, index): take part in jobs until none has run for a while, or until fewer threads are used."""
     code, (state, own) = new_function(module, "serve", [POINTER, INT])
     code.atomic_rmw("add", code.at(state, INT(_SERVING), INT), INT(1), "acq_rel")
     start, work, idle, done = (code.append_basic_block() for _ in range(4))
@@ -297,9 +300,12 @@ def _add_serve(module: ir.Module) -> None:
         pause = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause")
         code.call(pause, [])
     spins.add_incoming(code.add(spins, INT(1)), idle)
-    others = code.load_atomic(code.at(state, INT(_OTHERS), INT), "monotonic", 8, typ=INT)
-    is_needed = code.and_(code.icmp_unsigned("<", spins, INT(_SPINS)), code.icmp_unsigned("<", own, others))
-    code.cbranch(is_needed, work, done)
+    others, running = (
+        code.load_atomic(code.at(state, INT(word), INT), "monotonic", 8, typ=INT) for word in (_OTHERS, _RUNNING)
+    )
+    # Nobody wakes a thread for the later jobs of a list.
+    is_early = code.or_(code.icmp_unsigned("<", spins, INT(_SPINS)), code.icmp_unsigned("!=", running, INT(0)))
+    code.cbranch(code.and_(is_early, code.icmp_unsigned("<", own, others)), work, done)
     code.position_at_end(done)
     code.atomic_rmw("sub", code.at(state, INT(_SERVING), INT), INT(1), "acq_rel")
     code.ret_void()

@@ -2,16 +2,19 @@
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH
-from utils.engine import compiled_products
+from utils.engine import compiled_products, machine_code
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.machine_code import has_feature
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
@@ -117,17 +120,31 @@ def test_many_rows_are_unpacked_once(name: str) -> None:
         assert bool(((kernel(x) - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
-@pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16"])
-def test_tiles_of_another_processor_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def older_processor() -> Any:
+    """One with AVX2, for code that this processor runs as well."""
+    triple = llvm.get_default_triple()
+    return llvm.Target.from_triple(triple).create_target_machine(cpu="haswell", features="", opt=3)
+
+
+@pytest.mark.parametrize("shapes", [{2: 2, 1: 6}, {1: 12}, {4: 3, 2: 12}, {2: 6, 1: 12}])
+@pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16", "4 bits, shifts"])
+def test_tiles_of_another_processor_have_the_same_bits(
+    name: str, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of rows and blocks of a tile, and of blocks that it finds."""
     torch.manual_seed(6)
-    weight, x = FORMS[name][0](50, 48), torch.randn(ROWS, 48)
-    expected = CompiledKernel([weight], None)(x)
-    most = compiled_products._most_rows()
-    monkeypatch.setattr(compiled_products, "_most_rows", lambda: 18 - most)  # 6 or 12
-    monkeypatch.setattr(compiled_products, "_functions", compiled_products._functions.__wrapped__)
-    kernel = CompiledKernel([weight], None)
-    for rows in (*range(1, 27), ROWS):
-        assert torch.equal(kernel(x[:rows]), expected[:rows]), rows
+    inputs = torch.randn(ROWS, 96)
+    weights = [FORMS[name][0](outputs, 96) for outputs in (10, 50, 1080)]
+    expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
+    monkeypatch.setattr(compiled_products, "_tile_shapes", lambda kind: shapes)
+    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+    if 6 in shapes.values() and has_feature("avx2"):
+        machine = older_processor()
+        monkeypatch.setattr(machine_code, "_machine", lambda: machine)
+    for weight, every in zip(weights, expected, strict=True):
+        kernel = CompiledKernel([weight], None)
+        for rows in range(1, ROWS + 1):
+            assert torch.equal(kernel(inputs[:rows]), every[:rows]), (kernel.outputs, rows)
 
 
 def test_inputs_of_any_shape_and_stride() -> None:

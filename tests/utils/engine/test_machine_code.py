@@ -85,6 +85,22 @@ def test_threads_sleep_and_wake(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: workers._state[machine_code._SERVING] == 0)
 
 
+def test_threads_stay_until_the_last_job_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long other threads take for an item, because nobody would wake them."""
+    monkeypatch.setattr(machine_code, "_SPINS", 1)
+    torch.set_num_threads(2)
+    workers = Workers()
+    run_next([2], workers=workers)
+    sizes = [2, *[1] * 20]  # jobs that one thread computes alone
+    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 20_000_000, "workers": workers})
+    caller.start()
+    until(lambda: workers._state[machine_code._SERVING] == 1)
+    time.sleep(0.1)
+    assert caller.is_alive() and workers._state[machine_code._SERVING] == 1
+    caller.join()
+    until(lambda: workers._state[machine_code._SERVING] == 0)
+
+
 def test_fewer_threads_can_follow_more() -> None:
     for threads in (3, 1, 2, 1, 3):
         torch.set_num_threads(threads)
