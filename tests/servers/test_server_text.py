@@ -13,7 +13,7 @@ from servers.server_sessions import server_session
 
 from utils.commands.servers.server_text import ALONE, TIE, UNKNOWN, Output, TextTrial, cause_of
 from utils.decode.steps import FinishReason
-from utils.repl.runner import Verdict
+from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.vllm import VllmKind

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sampling.drafters.masked import masked_block, pard_notes
 from utils.decode.generation_rules import ignored_settings
 from utils.decode.layer_cut import default_depth, first_layers
 from utils.decode.model_info import is_spread
@@ -24,7 +25,6 @@ from utils.decode.sliding_window import window_notes
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import DrafterFormat, format_of
 from utils.drafter_formats.mtp import load_mtp, mtp_layers
-from utils.drafter_formats.pard import masked_block, pard_notes
 from utils.engine import Engine
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError

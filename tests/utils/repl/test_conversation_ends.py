@@ -87,7 +87,7 @@ def test_a_turn_that_one_strategy_did_not_finish_is_not_kept(
 
 
 def test_ctrl_c_after_the_last_answer_keeps_nothing_either(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     session = open_session(view)

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from sampling.drafters.masked import is_pard
 from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, figure, figures_of
 from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
-from utils.drafter_formats.pard import is_pard
 from utils.errors import UserError, check_choice
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
