@@ -2,10 +2,13 @@
 per kind.
 """
 
+from dataclasses import replace
+
 import pytest
 from fakes import Screen, checked, open_session, records_of, tiny_pair
 from tiny import tiny_head
 
+from ngram_assisted import LongestMatch, SuffixAutomaton
 from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import as_json
@@ -112,6 +115,24 @@ def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pa
     assert "k=1: 0.50, 2: 0.25" in shown and "verify 0.5" not in shown
     session.handle(f"/costs {table}")
     assert as_json(session.settings)["costs"] == table == checked(session, file, "/length 3", "Hi")["settings"]["costs"]
+
+
+@pytest.mark.parametrize(("kind", "index"), [("suffix", SuffixAutomaton), ("lookup", LongestMatch)])
+def test_an_index_is_measured_on_a_text_with_short_matches(view: Screen, monkeypatch, kind, index):
+    """In a text of one token every position matches all others, which takes an automaton square time."""
+    texts, lengths, extend, drafts = [], [], index.extend, index.drafts
+    monkeypatch.setattr(index, "extend", lambda self, tokens: (texts.append(list(tokens)), extend(self, tokens))[1])
+
+    def recorded(self, count):
+        found = drafts(self, count)
+        lengths.append(found[0].length if found else 0)
+        return found
+
+    monkeypatch.setattr(index, "drafts", recorded)
+    session = open_session(view, tiny_pair(max_position_embeddings=2048))
+    job = replace(session.harness.job([0], replace(session.settings, gamma=8, length=16)), drafter=kind)
+    assert draft_seconds(job, 1024).draft > 0
+    assert max(map(len, texts)) == 1024 and 0 < max(lengths) < 16
 
 
 @pytest.mark.parametrize(
