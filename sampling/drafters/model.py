@@ -11,6 +11,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.drafts import NO_DRAFT, Draft, Drafter, DraftEvidence, Verified, matching_prefix
 from utils.decode.noise import Domain
 from utils.decode.session import Session
+from utils.logits_processor import one_thread
 
 
 class ModelDrafter:
@@ -85,12 +86,14 @@ class ModelDrafter:
         evidence = DraftEvidence(logits=seen) if self._observed else None
         return Draft(tokens, self._probs(rows), computed - len(tokens), evidence=evidence)
 
+    @one_thread()
     def _confidence(self, context: list[int], logits: Tensor) -> float:
         """How likely the draft after this context is to be accepted: the highest probability of its logits (1, V) at
         temperature 1. It must not depend on the token that is drawn.
         """
         return float(torch.softmax(logits, dim=-1).max().item())
 
+    @one_thread()
     def _probs(self, rows: list[Tensor]) -> Tensor | None:
         """q as (k, V). None if the drafts share the target's noise: accepting by p/q on top of that would be biased."""
         if self._shares_noise or not rows:
