@@ -213,7 +213,7 @@ class Eagle3(StepwiseDrafter):
 
 
 def _norm(norm: Any) -> Norm:
-    return Norm(norm.weight, float(norm.variance_epsilon))
+    return Norm(norm.weight.detach().float().contiguous(), float(norm.variance_epsilon))
 
 
 class OwnPosition(nn.Module):

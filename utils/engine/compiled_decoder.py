@@ -81,7 +81,6 @@ class DecoderProgram:
         self._gates, self._mixed, self._scratch = buffers.gates[:rows], buffers.mixed[:rows], buffers.scratch
         self.tables = buffers.tables[:, :, :rows]
         self._jobs: list[tuple[int, Any, int]] = []
-        self._kept: list[Any] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
         self._last_attention = 0  # its first job
         self._add_jobs()
@@ -150,11 +149,9 @@ class DecoderProgram:
         """The tensor that holds the norm of x."""
         if norm is None:
             return x
-        weight = norm.weight.float().contiguous()
-        self._kept.append(weight)
         self._add(
-            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=weight, out=out, out_stride=out.stride(0),
-            size=self._spec.hidden_size, eps=norm.eps,
+            "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=norm.weight, out=out,
+            out_stride=out.stride(0), size=self._spec.hidden_size, eps=norm.eps,
         )  # fmt: skip
         return out
 
@@ -167,8 +164,7 @@ class DecoderProgram:
     def _head_norm(self, norm: Norm | None, first: int, heads: int) -> None:
         if norm is None:
             return
-        size, weight = self._spec.head_dim, norm.weight.float().contiguous()
-        self._kept.append(weight)
+        size, weight = self._spec.head_dim, norm.weight
         parts = heads if weight.numel() == size else 1  # a weight for each head, or one for all heads together
         self._add(
             "head_norm", layers.HEAD_NORM, len(self.qkv), x=self.qkv[:, first * size :], x_stride=self.qkv.shape[1],

@@ -17,7 +17,7 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # functions between
 class Norm:
     """An RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 
-    weight: as it is multiplied. Families that store weight - 1, such as Gemma, are converted, to float32.
+    weight: as it is multiplied, in float32, contiguous. Families that store weight - 1, such as Gemma, are converted.
     """
 
     weight: Tensor

@@ -21,7 +21,7 @@ from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
-PROGRAMS = 24  # numbers of rows whose programs are kept
+PROGRAMS = 128  # that are kept: those of all verify passes, with and without states, and of some prompts
 
 
 class RotaryTables:
@@ -164,19 +164,19 @@ class LeanDecoder:
     def _program(self, batch: int, count: int, *, keeps: bool) -> DecoderProgram:
         """A program for these rows."""
         key, rows, buffers = (batch, count, keeps), batch * count, self._buffers
-        if key not in self._programs:
-            fits = buffers is not None and rows <= buffers.rows and keeps <= buffers.keeps
-            if not fits or len(self._programs) >= PROGRAMS:
+        program = self._programs.pop(key, None)
+        if program is None:
+            if buffers is None or rows > buffers.rows or keeps > buffers.keeps:
                 self._programs = {}
-            if buffers is None or not fits:
                 rows, keeps_all = max(rows, PREFILL_CHUNK), keeps or (buffers is not None and buffers.keeps)
                 buffers = self._buffers = None  # freed before the next ones are made
                 with torch.inference_mode(False):  # passes in other modes write them as well
                     buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
-            self._programs[key] = DecoderProgram(
-                self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps
-            )
-        return self._programs[key]
+            program = DecoderProgram(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
+        self._programs[key] = program  # the last one now
+        if len(self._programs) > PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program
 
     def _logits(self, x: Tensor, keep: int) -> Tensor:
         """Logits (B, keep, V) of x (B, T, hidden), after the final norm."""

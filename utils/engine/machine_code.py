@@ -204,6 +204,7 @@ def _machine() -> llvm.TargetMachine:
     )
 
 
+@cache
 def has_feature(name: str) -> bool:
     """Whether the processor has instructions that LLVM knows by this name."""
     return bool(llvm.get_host_cpu_features().get(name, False))

@@ -256,9 +256,9 @@ class _Reader:
     def norm(self, name: str, size: int) -> Norm:
         """Return an RMS norm over `size` values."""
         module = self.model.get_submodule(name)
-        weight = self.tensor(f"{name}.weight", size)
+        weight = self.tensor(f"{name}.weight", size).detach().float().contiguous()
         if self.family.norm_offset:
-            weight = weight.detach().float() + self.family.norm_offset
+            weight = weight + self.family.norm_offset
         return Norm(weight, float(module.eps if hasattr(module, "eps") else module.variance_epsilon))
 
     def head_norm(self, name: str, heads: int) -> Norm | None:

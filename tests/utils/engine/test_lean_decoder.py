@@ -92,6 +92,40 @@ def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
     assert states is reference is None or torch.allclose(states, reference, atol=1e-4)  # of the first sequence
 
 
+def test_programs_of_verify_passes_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building one takes as long as a quarter of a pass, and a run uses many widths, with and without states."""
+    built, models, make = list[tuple[int, bool]](), [tiny_model("llama")], lean_decoder.DecoderProgram
+    monkeypatch.setattr(
+        lean_decoder,
+        "DecoderProgram",
+        lambda *args, **kind: (built.append((kind["count"], kind["keeps"])), make(*args, **kind))[1],
+    )
+    InvariantEngine(models, [], AS_LOADED).install()
+    for features in ((), (1,)):
+        ModelSession(models[0], features=features).feed(IDS[:17], keep=17)  # makes the buffers
+    built.clear()
+    for run in range(2):
+        for features in ((), (1,)):
+            session = ModelSession(models[0], features=features)
+            session.begin(IDS[:20])
+            session.feed(IDS[: 20 + run], keep=1)  # another prompt
+            for width in range(1, 17):
+                session.rewind(20)
+                session.feed(IDS[: 20 + width], keep=width)
+    widths = [key for key in built if key[0] < 17]
+    assert len(widths) == len(set(widths)) == 2 * 16
+
+
+def test_programs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean_decoder, "PROGRAMS", 3)
+    model = tiny_model("llama")
+    InvariantEngine([model], [], AS_LOADED).install()
+    session = ModelSession(model)
+    for end in (6, 7, 9, 10, 13, 14, 18, 19):  # widths 6, 1, 2, 1, 3, 1, 4, 1
+        session.feed(IDS[:end], keep=1)
+    assert [count for _, count, _ in vars(model)["forward"]._programs] == [3, 4, 1]
+
+
 def test_programs_of_all_widths_share_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_decoder, "PREFILL_CHUNK", 24)
     model, plain = tiny_model("qwen3"), ModelSession(tiny_model("qwen3"), features=(1,))
