@@ -57,6 +57,27 @@ def in_prefill() -> bool:
     return _prefill.get()
 
 
+_read_states: ContextVar[frozenset[int] | None] = ContextVar("read_states", default=None)
+
+
+@contextmanager
+def only_states(layers: frozenset[int]) -> Iterator[None]:
+    """Mark the passes in this block: of their hidden states only those of these layers are read, numbered as in
+    transformers, and layers + 1 for the input of the final norm. An engine may leave the others out.
+    """
+    token = _read_states.set(layers)
+    try:
+        yield
+    finally:
+        _read_states.reset(token)
+
+
+def is_read(layer: int) -> bool:
+    """Whether the hidden state of a layer is read in the current pass."""
+    layers = _read_states.get()
+    return layers is None or layer in layers
+
+
 ReadingReport = Callable[[int, int], None]  # receives the number of read tokens of a prompt, and the number of all
 _reading: ContextVar[ReadingReport | None] = ContextVar("reading", default=None)
 

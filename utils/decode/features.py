@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.decode.engine_forward import engine_forward
+from utils.decode.engine_forward import engine_forward, only_states
 from utils.errors import UserError
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")  # names in transformers' decoders
@@ -32,6 +32,7 @@ class FeatureReader:
         if unknown is not None:
             raise UserError(f"The target has {count} layers: {unknown} is not one of its hidden states.")
         self._model, self._count, self._layers = model, count, tuple(layers)
+        self._read = frozenset(layer % (count + 1) if layer <= count else layer for layer in layers)
         self._norm = final_norm(model) if count + 1 in layers else None
         self._unnormed: Tensor | None = None
 
@@ -40,7 +41,8 @@ class FeatureReader:
         """Keep the input of the final norm while the model runs in this block."""
         self._unnormed = None
         if self._norm is None or hasattr(engine_forward(self._model), "unnormed"):
-            yield
+            with only_states(self._read):
+                yield
             return
         hook = self._norm.register_forward_pre_hook(self._keep)
         try:
@@ -63,7 +65,7 @@ class FeatureReader:
         unnormed = getattr(forward, "unnormed", None) if self._unnormed is None else self._unnormed
         if unnormed is None:
             raise UserError("This engine does not return hidden states before the final norm: use /engine plain.")
-        return unnormed.view(output.hidden_states[0].shape)
+        return unnormed.view(output.hidden_states[-1].shape)
 
 
 def final_norm(model: Any) -> nn.Module:

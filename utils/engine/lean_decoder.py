@@ -14,7 +14,7 @@ from torch.nn.functional import embedding
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import PREFILL_CHUNK, in_prefill
+from utils.decode.engine_forward import PREFILL_CHUNK, in_prefill, is_read
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts, Product
 from utils.engine.decoder_spec import DecoderSpec
@@ -142,7 +142,7 @@ class LeanDecoder:
         return self._original(**arguments)
 
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        """The states (B, T, hidden): after the final norm, and all before it if `every`.
+        """The states (B, T, hidden): after the final norm, and all before it if `every`, empty if they are not read.
 
         A prefill without `every` only fills the cache: the last state is none of the model's.
         """
@@ -158,8 +158,11 @@ class LeanDecoder:
             keys, values = layer.extended(heads)
             program.bind(index, keys, values, past)
         program.run(fills=in_prefill() and not every)
-        states = [state.clone() for state in program.states] if every else []
-        return [state.view(batch, count, -1) for state in [*states, program.normed.clone()]]
+        # Numbered as in transformers, which does not have the last one, the input of the final norm.
+        numbers = [*range(len(spec.layers)), len(spec.layers) + 1] if every else []
+        read = [(state, is_read(number)) for number, state in zip(numbers, program.states, strict=False)]
+        states = [state.clone().view(batch, count, -1) if wanted else state[:0] for state, wanted in read]
+        return [*states, program.normed.clone().view(batch, count, -1)]
 
     def _program(self, batch: int, count: int, *, keeps: bool) -> DecoderProgram:
         """A program for these rows."""
