@@ -19,17 +19,8 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy

@@ -12,19 +12,8 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    grouped,
-    path_in,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.comparison.arms import complete
 from utils.comparison.records import (
     SERVER,

@@ -8,17 +8,8 @@ from math import inf
 from utils.commands.experiments.speed_model import expected_drafts, read_text
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    Reply,
-    ResultColumn,
-    ResultTable,
-    Row,
-    ShowRows,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent

@@ -27,19 +27,8 @@ from utils.commands.experiments.races import (
     spread,
     then_findings,
 )
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    grouped,
-    path_in,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (

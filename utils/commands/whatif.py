@@ -16,11 +16,9 @@ from utils.commands.experiments.speed_model import (
     predictions,
     target_run,
 )
-from utils.commands.shared.registry import (
+from utils.commands.shared.registry import Command, CommandContext, Outcome
+from utils.commands.shared.result_tables import (
     NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
     ResultColumn,
     ResultTable,
     Row,

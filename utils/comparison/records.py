@@ -82,16 +82,6 @@ class Finding:
 ReportEvent = Progress | Note | Finding
 
 
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """A further table of a report. `note` explains its headings, or is empty."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
     """A text on one line, cut to about this many characters."""
     words = " ".join(text[: 4 * length].split())
@@ -105,7 +95,7 @@ class Report:
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
     `conclude` turns all findings into sentences. `attachment` is one line of data to copy, or empty. `transposed` makes
     each finding a column, for few findings with many cells. Columns in `optional` are dropped on a narrow screen, the
-    first one first. `tables` are shown below the table of findings. `details` are further records for scripts.
+    first one first. `details` are further records for scripts.
     """
 
     name: str
@@ -115,7 +105,6 @@ class Report:
     events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
-    tables: Callable[[Sequence[Finding]], Sequence[ReportTable]] = lambda findings: ()
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""

@@ -13,15 +13,7 @@ from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
-from utils.commands.shared.registry import (
-    Action,
-    ChangeSettings,
-    Effect,
-    Reply,
-    RunLines,
-    ShowRows,
-    UseServers,
-)
+from utils.commands.shared.registry import Action, ChangeSettings, Effect, Reply, RunLines, ShowRows, UseServers
 from utils.comparison.arms import Run
 from utils.comparison.harness import (
     Harness,

@@ -344,7 +344,7 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding], conclusion: Sequence[str]) -> None:
-    """Show the subject of a report, its findings as tables, and its conclusion."""
+    """Show the subject of a report, its findings as a table, and its conclusion."""
     cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
     if report.transposed:  # one row for each heading, and one column for each finding
@@ -352,13 +352,6 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.table(headings, rows)
     else:
         renderer.table(report.headings, cells, report.optional)
-    for table in report.tables(findings):
-        renderer.newline()
-        renderer.result(table.title)
-        renderer.table(table.headings, table.rows)
-        if table.note:
-            renderer.remark(table.note)
-            renderer.newline()
     for line in conclusion:
         renderer.result(line)
     if attachment := report.attachment(findings):

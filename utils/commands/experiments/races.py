@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Self, TypeVar
 
-from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened

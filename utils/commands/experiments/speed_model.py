@@ -24,7 +24,7 @@ from sampling.counterfactual import (
     replay,
 )
 from utils.bounds import AUTO_GAMMA
-from utils.commands.shared.registry import Row
+from utils.commands.shared.result_tables import Row
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Countdown, Progress
 from utils.comparison.strategies import Job, Strategy

@@ -15,16 +15,8 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.races import with_bounds
 from utils.commands.experiments.speed_model import expected_drafts, read_text
-from utils.commands.shared.registry import (
-    NOTHING,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    path_in,
-)
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker

@@ -23,7 +23,6 @@ from utils.commands.servers.load_figures import (
     load_rows,
     load_settings,
     load_table,
-    load_tables,
 )
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
@@ -304,7 +303,6 @@ def load(argument: str, context: CommandContext) -> Outcome:
         then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
         conclude=conclusion,
         attachment=lambda findings: "\n".join(load_settings(findings, started)),
-        tables=load_tables,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from sampling.drafters.masked import is_pard
-from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, figure, figures_of
+from utils.commands.shared.registry import CommandContext, Outcome
+from utils.commands.shared.result_tables import ResultTable, figure, figures_of
 from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of

@@ -12,16 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from utils.bounds import WholeRange
-from utils.commands.shared.registry import (
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    path_in,
-)
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, figures_of
 from utils.comparison.arms import request_maker
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.errors import UserError, check_choice

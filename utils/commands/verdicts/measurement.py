@@ -27,7 +27,7 @@ from utils.commands.experiments.races import (
     with_bounds,
 )
 from utils.commands.experiments.speed_model import bottleneck
-from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import Arm, complete
 from utils.comparison.records import Progress, ReportEvent
 from utils.comparison.speed_claims import (
