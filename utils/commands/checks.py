@@ -215,7 +215,6 @@ class _Audit:
 
 
 def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
-    """Which texts are guaranteed to be equal."""
     rows = {row["mode"]: row for row in figures_of(findings)}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     lines = []
@@ -336,7 +335,6 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Sentences on the verdicts that need one."""
     rows = figures_of(findings)
     lines = (MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS)
     return [*dict.fromkeys(lines), *[P_VALUE] * any(row["p_value"] is not None for row in rows)]

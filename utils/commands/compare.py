@@ -219,7 +219,6 @@ def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Whether a strategy is faster in B, and what else differs."""
     # By prompt: runs of one prompt with several settings are more alike than runs of other prompts.
     ratios = [[ratio for row in own for ratio in row["ratios"]] for own in grouped(rows, "prompt").values()]
     yield f"{strategy}: {_relation(ratios)}"

@@ -125,7 +125,6 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
-    """Rows of (label, text)."""
     yield "syntax", "\n".join(command.syntax or (command.typed,))
     yield "about", command.about
     if current := command.current(context.settings):
@@ -137,7 +136,6 @@ def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]
 
 
 def help_command(commands: Iterable[Command]) -> Command:
-    """/help for these commands."""
     others = list(commands)
     return Command(
         "help",

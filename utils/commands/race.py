@@ -269,7 +269,6 @@ def _with_one_text(drafting: Sequence[Row]) -> list[str]:
 
 
 def _claim(best: Row, other: Row) -> str:
-    """The claim for the ratios of two rows in the same repeat."""
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
     verdict: str = speed_claim([[ours / theirs for ours, theirs in pairs if theirs]])["verdict"]
     return verdict

@@ -63,7 +63,6 @@ def setting_commands() -> Iterator[Command]:
 
 
 def setting_command(row: Setting) -> Command:
-    """The command that shows and changes a setting."""
     usage = row.value_type.usage
     return Command(
         row.name,
@@ -238,7 +237,6 @@ SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
 
 
 def _words() -> dict[str, str]:
-    """The completions of /ngram with their descriptions."""
     words = dict(NGRAM.words)
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")

@@ -43,7 +43,6 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
 
 
 def _apply(context: CommandContext) -> Outcome:
-    """Use the settings that the last verdict recommended."""
     advice = context.harness.state.advice
     if advice is None:
         raise UserError("there is nothing to apply: no /verdict so far has recommended settings.")

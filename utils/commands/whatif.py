@@ -145,13 +145,11 @@ UNIT = "Unit of the costs: one target forward over one token, by the times of th
 
 
 def _positions(row: Row) -> str:
-    """The acceptance of the first drafts of a round."""
     rates = [accepted / tried for accepted, tried in row["accepted_by_position"][:SHOWN_POSITIONS] if tried]
     return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
 
 
 def _seconds(row: Row, part: str) -> str:
-    """The seconds of one part of the run, and their share."""
     total = sum(row["seconds"].values())
     return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
 

@@ -86,7 +86,6 @@ class Run:
 
     @classmethod
     def of_strategy(cls, strategy: Strategy, job: Job, generation: Generation) -> Self:
-        """The run of a local strategy."""
         drafts = strategy.drafts
         return cls(
             strategy.name,
@@ -139,7 +138,6 @@ class Run:
 
     @property
     def is_local(self) -> bool:
-        """Whether a strategy of this program generated it."""
         return self.address is None
 
     @property
@@ -393,7 +391,6 @@ class ServerArm:
         return None
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """As Arm.run."""
         make = request_maker(self.pair, text, settings, history)
         answer = self.connection.ask(make) if watch is None else self.connection.ask(make, watch.piece)
         return Run.of_server(self.connection.address, answer)
@@ -415,7 +412,6 @@ def new_job(
 
 
 def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
-    """An empty n-gram storage of the kind, order and size in the settings."""
     spec, vocabulary = settings.ngram_storage, 1 if pair is None else vocabulary_size(pair.target)
     return STORAGES[spec.kind](spec.order, vocabulary, settings.ngram_limit)
 

@@ -112,7 +112,6 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """The command that ran, and its prompt or file."""
         return self.title or f'/{self.name} of "{shortened(self.prompt)}"'
 
 
@@ -199,7 +198,6 @@ def _finite(value: Any) -> Any:
 def report_record(
     report: Report, findings: Sequence[Finding], conclusion: Sequence[str], pair: Any, *, finished: bool
 ) -> dict[str, Any]:
-    """The record of a report, complete or interrupted, with its conclusion."""
     return {
         "schema": SCHEMA,
         "record": report.name,
@@ -231,7 +229,6 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _draft_figures(run: Run) -> dict[str, Any]:
-    """What became of the drafts. The times are known for local runs only."""
     found, positions = run.acceptance, run.accepted_by_position
     local = None if run.drafted is None else run.generation
     names = ("drafted", "accepted", "acceptance_rate", "rounds", "target_forwards", "tokens_per_target_forward")
@@ -249,7 +246,6 @@ def _draft_figures(run: Run) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of the program and its main libraries."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
     return {"program": __version__, "python": platform.python_version(), **libraries}
 
@@ -312,7 +308,6 @@ class RecordedRun(NamedTuple):
 
     @property
     def request(self) -> tuple[str, str]:
-        """The prompt and the conversation before it."""
         return self.row["prompt"], repr(self.row.get("history") or [])
 
     @property

@@ -52,7 +52,6 @@ class Stopwatch:
     def time_drafter(
         self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call a method of the drafter."""
         began = self._clock()
         try:
             return work(*args, **kwargs)
@@ -60,12 +59,10 @@ class Stopwatch:
             self._drafting += self._clock() - began
 
     def count(self, draft: Draft) -> None:
-        """Count the drafts of a round."""
         # Withheld drafts took as long to compute as proposed ones.
         self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
     def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
-        """Run the target's forward pass."""
         began = self._clock()
         try:
             logits = session.feed(context, keep)
@@ -217,7 +214,6 @@ def rank(logits: Tensor, token: int) -> int:
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:
-    """All new tokens of a run."""
     return [token for step in steps for token in step.tokens]
 
 
@@ -272,7 +268,6 @@ class Generation:
 
     @property
     def declined_rounds(self) -> int:
-        """Rounds without drafts."""
         return sum(not step.drafted for step in self.steps)
 
     @property

@@ -69,7 +69,6 @@ class Reading:
 
     @property
     def agreement(self) -> tuple[float, ...]:
-        """For each draft in a row, the share of positions at which it was right."""
         return tuple(self.hits.float().mean(0).tolist())
 
 
@@ -90,11 +89,9 @@ class Examination:
 
     @property
     def better(self) -> Reading | None:
-        """The reading that is significantly better than the present one."""
         return None if self.used is self.readings[0] else self.used
 
     def conclusion(self) -> str:
-        """Which reading is used, and whether the drafter fits the target at all."""
         agreement = self.used.agreement[0]
         if not self.reads_target:
             extent = "hardly" if agreement > self.displaced else "no"
@@ -308,7 +305,6 @@ def _readings(pair: Pair) -> EntryFile | None:
 
 
 def _stored(pair: Pair) -> Conventions | None:
-    """The reading from an earlier examination, if there was one."""
     file = _readings(pair)
     if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None

@@ -50,12 +50,10 @@ class Conversations:
         return theirs if theirs[: len(own)] == own else own
 
     def forget(self) -> None:
-        """Drop all turns."""
         self.by_name.clear()
 
 
 def to_messages(turns: Sequence[Turn]) -> list[Message]:
-    """The turns as alternating user and assistant messages."""
     return [
         {"role": role, "content": content}
         for turn in turns
@@ -111,7 +109,6 @@ def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer can render a conversation."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

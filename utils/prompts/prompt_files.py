@@ -99,7 +99,6 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
 
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
-    """The user's messages, at least one."""
     found = next((entry[name] for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)
     # Some copies of MT-bench have a list of turns in "prompt".
     turns = found if isinstance(found, list) else [found] * ("turns" not in entry)

@@ -296,7 +296,6 @@ class ReplSession:
         self.harness.state.servers.close()
 
     def status(self) -> str:
-        """The text of the toolbar."""
         return status_line(self.harness.loaded, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
@@ -404,7 +403,6 @@ class ReplSession:
         return Runner(self.harness, self._renderer, self._tools.records, echo=not self._tools.interactive)
 
     def _finish_warm_up(self) -> None:
-        """Finish the warm-up before a measurement."""
         if self._loaded.warming.is_planned:
             self._renderer.progress(WARMING_UP)
         self._loaded.warming.finish()

@@ -136,7 +136,6 @@ class Writer:
 
     @property
     def table_width(self) -> int:
-        """The maximum width of a table, in columns."""
         return self.console.width if self.wraps else UNLIMITED
 
     def write(self, text: str, *, kept: bool = True) -> None:
@@ -159,7 +158,6 @@ class Writer:
         self.write("\n".join(line.rstrip(" ") for line in lines))
 
     def crash(self) -> None:
-        """The traceback of the exception that is being handled."""
         self._progress.clear()
         self.console.print_exception()
 
@@ -196,7 +194,6 @@ class Renderer:
 
     @property
     def width(self) -> int:
-        """The width of results in columns."""
         return self._out.console.width
 
     @property
@@ -206,7 +203,6 @@ class Renderer:
 
     @staticmethod
     def cells(text: str) -> int:
-        """The width of a text in columns."""
         return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
@@ -257,7 +253,6 @@ class Renderer:
         return self._out.console.encoding == "ascii"
 
     def remark(self, text: str) -> None:
-        """A line about the text above it."""
         self._line(self._out, text, "dim")
 
     def table(
@@ -274,7 +269,6 @@ class Renderer:
         self._draw(report_table(headings, list(rows), self._out.table_width, optional, colours=colours))
 
     def result(self, text: str) -> None:
-        """A sentence among the results."""
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
@@ -316,11 +310,9 @@ class Renderer:
         self._line(self._messages, text, "red")
 
     def crash(self) -> None:
-        """The traceback of a bug."""
         self._messages.crash()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        """Rows without headings; the first column is bold."""
         self._draw(list_table(list(rows), self._out.table_width))
 
     def newline(self) -> None:

@@ -92,7 +92,6 @@ class PromptView:
     has_legend: bool = False
 
     def begin(self, arm: Arm) -> "RunView":
-        """The view of the next run. Its title is shown if its lines follow now."""
         view = RunView(self, arm)
         view.begin()
         return view
@@ -120,7 +119,6 @@ class RunView:
         return self._in_full or self._shows_rounds
 
     def begin(self) -> None:
-        """Show what comes before the first step."""
         if self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
         if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
@@ -137,11 +135,9 @@ class RunView:
             self._write([], kept=self._text is not None)
 
     def reading(self, done: int, total: int) -> None:
-        """Show the progress of reading a long prompt."""
         self._renderer.step(f"{self.arm.name}: reading the prompt, {done:,} of {total:,} tokens")
 
     def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
-        """Show one more step of a strategy."""
         assert self._text is not None
         self._tokens += len(step.tokens)
         pieces = self._text.add(step)
@@ -156,7 +152,6 @@ class RunView:
             self._count(f"{self._tokens}/{self._prompt.settings.length} tokens ...")
 
     def piece(self, piece: Piece) -> None:
-        """Show one more piece of a server's answer."""
         self._characters += len(piece.text)
         pieces = [(visible(piece.text), Mark.TEXT)]
         self._pieces += pieces
@@ -225,7 +220,6 @@ class RunView:
 
 
 def figures_line(run: Run, length: int) -> str:
-    """The figures below a text. `length` is the maximum number of new tokens."""
     tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
     parts = [f"{tokens} in {run.seconds:.2f} s"]
     if not run.is_local and run.first_seconds is not None:
@@ -236,7 +230,6 @@ def figures_line(run: Run, length: int) -> str:
 
 
 def legend(*, ascii_only: bool) -> str:
-    """The meaning of signs and shapes."""
     return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
 
 
@@ -309,7 +302,6 @@ def show_round(
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
-    """Show one row for each strategy and server."""
     beside_servers = not all(entry.run.is_local for entry in compared)
     columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
     rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
@@ -344,7 +336,6 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding], conclusion: Sequence[str]) -> None:
-    """Show the subject of a report, its findings as a table, and its conclusion."""
     cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
     if report.transposed:  # one row for each heading, and one column for each finding
@@ -365,7 +356,6 @@ def merged(pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
 
 
 def plain_text(pieces: Iterable[MarkedPiece]) -> str:
-    """The text without its marks."""
     return "".join(text for text, _ in pieces)
 
 

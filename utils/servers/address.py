@@ -81,7 +81,6 @@ class ServerAddress:
 
     @property
     def sends_key_in_clear(self) -> bool:
-        """Whether a key crosses a network without encryption."""
         return self.key is not None and self.host != LOOPBACK and self.url.startswith("http:")
 
     def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class ServerClient:
         self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         self._http.close()
 
     def is_ready(self) -> bool:
@@ -83,7 +82,6 @@ class ServerClient:
         return True
 
     def models(self) -> list[str]:
-        """The names of the server's models."""
         try:
             names = [str(entry["id"]) for entry in self.get_json("/v1/models")["data"]]
         except (LookupError, TypeError) as error:

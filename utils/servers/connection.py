@@ -31,7 +31,6 @@ class Connection:
 
     @property
     def client(self) -> ServerClient:
-        """The client, opened on first use."""
         if self._client is None:
             self._client = ServerClient(self.address)
         return self._client

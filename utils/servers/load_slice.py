@@ -60,12 +60,10 @@ class LoadSlice:
 
     @property
     def completions(self) -> list[ServerCompletion]:
-        """The complete answers in the order of their ends."""
         return [one.completion for one in self.requests if one.completion is not None]
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each failed request."""
         return [one.error for one in self.requests if one.error]
 
     @property

@@ -112,7 +112,6 @@ def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int
 
 
 def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
-    """The recorded drafts as rounds."""
     if built.replay is Replay.BY_ROUND:
         return drafts
     return [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
@@ -153,7 +152,6 @@ class TargetTiming:
         return cls(max(0.0, run.first_seconds - step), step)
 
     def alone(self, tokens: int) -> float:
-        """Seconds for this many tokens without drafts."""
         return self.start + self.step * tokens
 
     def predict(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
@@ -172,7 +170,6 @@ def target_run(last: LastPrompt) -> Generation:
 
 
 def gamma_text(gamma: int | None) -> str:
-    """A draft length in words."""
     return "auto" if gamma is None else str(gamma)
 
 
@@ -262,7 +259,6 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
 
 
 def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
-    """Drafts, costs and limits of runs beside the target's."""
     run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
     drafts = sum(part.drafts for ours, _ in pairs for part in ours.timings)
     figures: dict[str, Any] = {

@@ -80,7 +80,6 @@ class Load:
 
     @classmethod
     def of(cls, row: Row) -> "Load":
-        """The load of a row."""
         return cls(row["concurrency"] or row["rate"], is_rate=row["rate"] is not None)
 
     @property
@@ -134,7 +133,6 @@ class LoadCell:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens of all turns divided by their seconds."""
         counted = [one for one in self.slices.values() if one.tokens is not None]
         seconds = sum(one.seconds for one in counted)
         return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
@@ -208,7 +206,6 @@ class LoadCell:
         }
 
     def request_records(self) -> Iterator[dict[str, Any]]:
-        """One record for each request, in the order of their ends."""
         for turn, measured in self.slices.items():
             for one in measured.requests:
                 yield {
@@ -227,7 +224,6 @@ class LoadCell:
 
 
 def load_rows(cells: Mapping[tuple[Load, str], LoadCell]) -> Iterator[dict[str, Any]]:
-    """The rows of all cells that have measurements."""
     for (load, _), cell in cells.items():
         if cell.slices:
             same = [one for (other, _), one in cells.items() if other == load and one.slices and not one.saved_nothing]
@@ -273,8 +269,6 @@ def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
 
 
 def _times(heading: str, key: str, *, drop: int = 0) -> ResultColumn:
-    """A column with the percentiles of a time in milliseconds."""
-
     def shown(row: Row) -> str:
         values = row[key]
         return NOTHING if values is None else f"{'/'.join(f'{1000 * value:.0f}' for value in values)} ms"

@@ -138,7 +138,6 @@ def _interval(row: Row) -> str:
 
 
 def row_of(contrast: Contrast) -> dict[str, Any]:
-    """The figures of a comparison, for its row in the table and in records."""
     names = ("position", "prompts", "measured", "expected", "loss", "p")
     bounds = {name: value if contrast.measured is not None else None for name, value in _bounds(contrast).items()}
     return {"texts": contrast.probe, **{name: getattr(contrast, name) for name in names}, **bounds}
@@ -149,7 +148,6 @@ def _bounds(contrast: Contrast) -> dict[str, float]:
 
 
 def sentence(cause: DraftCause, contrast: Contrast) -> str:
-    """What was found, with the figures that tell it apart."""
     measured = contrast.measured or 0.0
     kind = CLIFF if measured < ODD * contrast.expected else DECLINE
     later, place = contrast.position + 1, PLACE.get(contrast.probe, "")
@@ -157,13 +155,11 @@ def sentence(cause: DraftCause, contrast: Contrast) -> str:
 
 
 def checked(found: Sequence[Contrast]) -> str:
-    """How many comparisons were made, and how often they give a false alarm."""
     prompts = count_of(max(one.prompts for one in found), "prompt")
     return CHECKED.format(count_of(len(found), "comparison"), prompts, ALARM)
 
 
 def unclear(contrast: Contrast | None, prompts: int) -> str:
-    """What could not be decided."""
     where = "" if contrast is None else f" at draft {contrast.position + 1} of {contrast.probe} texts"
     return UNCLEAR.format(prompts, where, max(FEWEST, 2 * prompts) if contrast is None else contrast.needed)
 
@@ -229,7 +225,6 @@ class ServerExamination:
         return self.settings.processor.effective_temperature or 1.0
 
     def events(self) -> Iterator[ReportEvent]:
-        """Ask the server, replay its texts, compare."""
         self.facts = self._setup()
         if self.facts:
             yield Note(f"{self.name} runs: {', '.join(f'{name} {value}' for name, value in self.facts.items())}.")
@@ -354,7 +349,6 @@ class ServerExamination:
             self.forwards.append(answer.token_count / drafts.forwards)
 
     def _compare(self) -> Iterator[ReportEvent]:
-        """Replay the texts, and find the cause."""
         known = [text for texts in self.texts.values() for text in texts.values()]
         self.by_position = all(text.drafts.by_position for text in known)
         if not self.by_position:
@@ -428,7 +422,6 @@ class ServerExamination:
             self.reading = NOT_A_READING.format(len(others))
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        """The verdict, the figure that shows it, and how sure it is."""
         if self.off_on:
             missing = NO_DRAFTS if self.cause is DraftCause.OFF else NONE_ON
             return [missing.format(self.name, self.off_on), *self._flags()]
@@ -470,7 +463,6 @@ def _arguments(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _drafts_a_round(texts: Sequence[ServerText]) -> int:
-    """The number of drafts a round, by the server's counts."""
     longest = max(len(text.drafts.by_position) for text in texts)
     rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
     # A position that no round has reached is not among the positions.
@@ -507,7 +499,6 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
 
 
 def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:
-    """The prompts of the file, those of the records, or else the built-in ones."""
     if words:
         found = tuple(dict.fromkeys(prompt.text for prompt in read_prompts(path_in(words[0], EXAMPLE))))
         found = tuple(prompt for prompt in found if prompt in recorded or not recorded)

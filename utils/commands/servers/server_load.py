@@ -353,7 +353,6 @@ def _measurement(
 
 
 def _seconds(name: str, options: Mapping[str, str]) -> float | None:
-    """A limit in seconds, or None if it is not given."""
     if name not in options:
         return None
     match = SECONDS.fullmatch(options[name])

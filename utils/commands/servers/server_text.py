@@ -50,13 +50,11 @@ OWN_PROMPTS = (
 
 
 def _label(row: Row) -> str:
-    """The check, or the prompt with a difference."""
     under = "alone" if row["concurrency"] == 1 else f"{row['concurrency']} at once"
     return f"prompt {row['number']}, {under}" if row["check"] == WHERE else under
 
 
 def _place(row: Row) -> str:
-    """Where texts differ from the reference."""
     if row["check"] == WHERE:
         return f"{row['first_difference_in'].removesuffix('s')} {row['first_difference'] + 1}"
     count = row["differing_prompts"]
@@ -105,7 +103,6 @@ class TextTrial:
     outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
 
     def events(self, context: CommandContext) -> Iterator[ReportEvent]:
-        """Send the requests alone and together, and examine the differences."""
         each = f"{count_of(self.repeats * len(self.prompts), 'request')} of up to {context.settings.length} tokens"
         try:
             for connection in self.connections:

@@ -138,7 +138,6 @@ class Command:
 
     @property
     def typed(self) -> str:
-        """The command with its argument, as /help shows it."""
         return f"/{self.name} {self.usage}".strip()
 
 

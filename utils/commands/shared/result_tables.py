@@ -53,7 +53,6 @@ class ResultTable:
         self.optional = tuple(column.heading for column in dropped)
 
     def finding(self, figures: dict[str, Any]) -> Finding:
-        """A row with its cells."""
         return Finding(tuple(column.shown(figures) for column in self._columns), figures)
 
     def report(
@@ -71,12 +70,10 @@ class ResultTable:
 
 
 def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The figures of findings."""
     return [finding.figures for finding in findings]
 
 
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
-    """The rows by one of their figures."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[key], []).append(row)

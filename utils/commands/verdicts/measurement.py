@@ -117,7 +117,6 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
 
 
 def started_clock() -> Clock:
-    """A clock that counts the seconds since now."""
     began = time.monotonic()
     return lambda: time.monotonic() - began
 
@@ -162,7 +161,6 @@ class Measurement:
 
     @property
     def running(self) -> list[RaceItem]:
-        """The prompts that can still be run."""
         return [item for item in self.race.items if item.number not in self.dropped]
 
     @property
@@ -173,7 +171,6 @@ class Measurement:
 
     @property
     def baseline_results(self) -> list[RaceResult]:
-        """The baseline's results of these pairs."""
         places = {(one.item.number, one.repeat) for one in self.pairs}
         own = (one for one in self.race.results if one.arm is not self.candidate)
         return [one for one in own if (one.item.number, one.repeat) in places]
@@ -342,12 +339,10 @@ def answer(row: Row) -> str:
 
 
 def helps(row: Row) -> bool:
-    """Whether the answer recommends the candidate."""
     return bool(row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
 
 
 def conditions(row: Row) -> str:
-    """The conditions of the measurement."""
     servers = "baseline" in row
     what = "requests, one at a time" if servers else "runs with prefill"
     passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)} over {row['prompts']} {row['source']}"
@@ -386,7 +381,6 @@ def _excludes_gain(row: Row) -> bool:
 
 
 def _selection(row: Row) -> list[str]:
-    """Which candidates were considered, if there were several."""
     shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
     on = "other prompts" if row["divided"] else "runs that are not counted"
     how = "Measured" if "baseline" in row else "Predicted"
@@ -397,7 +391,6 @@ def _selection(row: Row) -> list[str]:
 
 
 def _apply(row: Row) -> list[str]:
-    """How to apply the recommended settings here."""
     if "baseline" in row:
         return []
     if helps(row):

@@ -68,7 +68,6 @@ DraftChoice = tuple[Strategy, int | None]  # a strategy with a draft length, whe
 
 
 def kind_name(strategy: Strategy, pair: Pair) -> str:
-    """A drafter kind in words."""
     label = strategy.drafter_label(pair) or strategy.name
     if label.startswith(LAYERS):
         return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
@@ -191,7 +190,6 @@ class DrafterSelection:
         return Measurement(race, self._short_label(chosen), plan.divided, self.clock)
 
     def _usable(self, prompts: Sequence[Prompt]) -> dict[int, Prompt]:
-        """The prompts that the target can take, by their number, from 1."""
         usable: dict[int, Prompt] = {}
         for number, prompt in enumerate(prompts, start=1):
             prompt = replace(prompt, text=encodable(prompt.text))
@@ -220,7 +218,6 @@ class DrafterSelection:
 
     @property
     def _seconds(self) -> float:
-        """Seconds since the end of the warm-up."""
         return self.clock() - self.began
 
     def _name(self, candidate: VerdictCandidate) -> str:
@@ -306,7 +303,6 @@ class DrafterSelection:
         return scores
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
-        """The figures that only a drafter has. `row` has the others, and `settings` are the session's."""
         chosen, pair = self.chosen, self.harness.pair
         assert chosen.strategy.kind is not None
         turns = [turn for one in measurement.pairs for turn in zip(one.ours, one.theirs, strict=False)]
@@ -336,7 +332,6 @@ class DrafterSelection:
         return found | {"elsewhere": settings_elsewhere(self._speculation(gamma or 1)) if advised else []}
 
     def _speculation(self, drafts: int) -> Speculation:
-        """The chosen candidate in the words of other programs."""
         pair, chosen = self.harness.pair, self.chosen.strategy
         uses_loaded = chosen.kind is not None and chosen.kind.uses_loaded
         return speculation(pair, self.settings, drafts, kind=chosen.drafter_label(pair), uses_loaded=uses_loaded)
@@ -408,7 +403,6 @@ class ServerSelection:
         return replace(settings, length=run_length(max(steps), settings.length, run_seconds(len(plan.measured))))
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
-        """The figures that only a server has."""
         names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
         known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
         considered = {name: speedup for name, speedup in known.items() if speedup}
@@ -421,7 +415,6 @@ class ServerSelection:
 
 
 def _step(run: Run) -> float:
-    """Seconds per token."""
     if run.decode_tokens_per_second:
         return 1 / run.decode_tokens_per_second
     return run.seconds / max(1, run.new_tokens or 1)

@@ -112,7 +112,6 @@ class ServerCompletion:
 
     @property
     def token_count(self) -> int | None:
-        """Number of new tokens, or None if it is unknown."""
         ids = self.token_ids
         return self.usage_tokens if ids is None else len(ids)
 
@@ -122,7 +121,6 @@ class ServerCompletion:
 
     @property
     def first_seconds(self) -> float | None:
-        """Time to the first token in seconds."""
         return self.pieces[0].seconds if self.pieces else None
 
     @property

@@ -97,7 +97,6 @@ class ServerKind:
         return None
 
     def path(self, request: ServerRequest) -> str:
-        """The path of the request below the server's root."""
         return "/v1/chat/completions" if request.is_chat else "/v1/completions"
 
     def body(self, request: ServerRequest, model: str) -> dict[str, Any]:
@@ -148,7 +147,6 @@ class ServerKind:
         return Piece(text, self.token_ids(choice), choice.get("finish_reason") or "", prompt_tokens, new_tokens)
 
     def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The token ids of a choice, or None without ids."""
         return None
 
     def decode_rate(self, figures: Mapping[str, Any]) -> float | None:

@@ -90,7 +90,6 @@ class Speculation:
         return None if other or separate else WORDS[program].get(kind)
 
     def missing(self, program: str) -> list[str]:
-        """What the program has no setting for."""
         word = self.word(program)
         if word is None:
             return [f"drafts of this kind ({self.kind}{' with another tokenizer' * self.translates})"]
