@@ -384,7 +384,6 @@ AUDIT = Command(
     about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
     "guaranteed to be equal.",
     example=("> /audit 10", "Deterministic here: float32, cpu"),
-    see_also=("lossless", "engine", "texts"),
 )
 LOSSLESS = Command(
     "lossless",
@@ -395,5 +394,4 @@ LOSSLESS = Command(
     about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
     "distribution of the target.",
     example=("> /lossless 200", "speculative   p-value 0.41"),
-    see_also=("audit", "verify"),
 )

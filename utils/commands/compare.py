@@ -257,7 +257,6 @@ COMPARE = Command(
         "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
         "1.38 over 12 prompts).",
     ),
-    see_also=("replay", "export"),
     files=("",),
 )
 REPLAY = Command(
@@ -269,6 +268,5 @@ REPLAY = Command(
     about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
     "name every difference in versions, models, engine and settings.",
     example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
-    see_also=("compare", "export", "audit"),
     files=("",),
 )

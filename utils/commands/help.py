@@ -78,7 +78,6 @@ EXPLAIN = Command(
     rank=2,
     about="The definitions of all figures on the screen, or of one.",
     example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
-    see_also=("texts", "why"),
     words=FIGURES,
 )
 
@@ -130,13 +129,9 @@ def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]
     if current := command.current(context.settings):
         yield "now", current
     yield "example", "\n".join(command.example)
-    if command.see_also:
-        names = {known.name for known in context.registry}
-        yield "see also", ", ".join(f"/{name}" if name in names else name for name in command.see_also)
 
 
 def help_command(commands: Iterable[Command]) -> Command:
-    others = list(commands)
     return Command(
         "help",
         "[NAME]",
@@ -147,10 +142,6 @@ def help_command(commands: Iterable[Command]) -> Command:
         about="The most important commands, all commands, or one page about a command or a figure on the screen.",
         example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
         syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
-        see_also=("explain", "show"),
-        words={
-            EVERYTHING: "all commands",
-            **{command.name: command.summary for command in others},
-        },
+        words={EVERYTHING: "all commands", **{command.name: command.summary for command in commands}},
         at_once=True,
     )

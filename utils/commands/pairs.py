@@ -223,7 +223,6 @@ PAIR_COMMANDS = (
         "new target drops the old drafter. If loading fails, the old pair stays.",
         example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
         syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
-        see_also=("pair", "drafter_kind"),
         words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
@@ -236,7 +235,6 @@ PAIR_COMMANDS = (
         "lengths and caches.",
         example=("> /pair", "verdict   fine"),
         syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-        see_also=("load",),
         words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
     ),
 )

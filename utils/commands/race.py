@@ -138,7 +138,6 @@ RACE = Command(
         "/race N FILE          all prompts of a file, N times",
         "/race N FILE limit=3  3 prompts of each task of the file",
     ),
-    see_also=("verdict", "sweep", "why", "speed-up"),
     files=("",),
 )
 
@@ -292,6 +291,5 @@ SWEEP = Command(
         "/sweep temperature 0.5 1 x5",
         "/sweep processor greedy, nucleus 0.8 0.9",
     ),
-    see_also=("race", "whatif"),
     words=dict.fromkeys((*SETTINGS, *PARTS), ""),
 )

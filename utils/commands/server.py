@@ -105,6 +105,5 @@ SERVER = Command(
     "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
     example=("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
     syntax=tuple(f"/server {syntax}" for _, syntax, _ in SUBCOMMANDS.values()),
-    see_also=("race", "speed-up"),
     words={name: meaning for name, (_, _, meaning) in SUBCOMMANDS.items()},
 )

@@ -74,7 +74,6 @@ def setting_command(row: Setting) -> Command:
         about=row.text,
         example=_example(row),
         syntax=tuple(_syntax(row)),
-        see_also=row.see_also,
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
@@ -331,7 +330,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Revert the last change of a setting. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
-        see_also=("show",),
     ),
     Command(
         "save",
@@ -342,7 +340,6 @@ SESSION_COMMANDS = (
         about="Write all settings to a file of commands, which /run restores.",
         example=("> /save evening.txt", "settings saved to evening.txt"),
         syntax=("/save FILE", "/save FILE overwrite    replaces a file"),
-        see_also=("run", "export"),
         files=("",),
     ),
     Command(
@@ -353,7 +350,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Run a file of commands and prompts, one per line; # begins a comment.",
         example=("> /run evening.txt",),
-        see_also=("save", "race"),
         files=("",),
     ),
     Command(
@@ -364,7 +360,6 @@ SESSION_COMMANDS = (
         group="session",
         about="The loaded models, the engine and the value of every setting, as it would be typed.",
         example=("> /show", "gamma   auto"),
-        see_also=("pair", "undo", "save"),
     ),
     Command(
         "clear",
@@ -374,7 +369,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Clear the screen, as Ctrl-L does. Nothing else changes.",
         example=("> /clear",),
-        see_also=("turns",),
     ),
     Command(
         "quit",
@@ -385,7 +379,6 @@ SESSION_COMMANDS = (
         rank=2,
         about="End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
         example=("> /quit",),
-        see_also=("save",),
         at_once=True,
     ),
 )

@@ -114,7 +114,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    see_also=("race", "whatif", "why"),
     words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

@@ -136,7 +136,6 @@ WHATIF = Command(
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
     "decoding again.",
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
-    see_also=("gamma", "why", "race", "predicted"),
 )
 
 
@@ -210,5 +209,4 @@ WHY = Command(
     rank=3,
     about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits its speed-up.",
     example=("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
-    see_also=("whatif", "race", "costs"),
 )

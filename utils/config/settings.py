@@ -63,7 +63,6 @@ class Settings:
         "speculative decoding with the drafter",
         text="Run speculative decoding: the drafter proposes tokens, and the target verifies them in one forward "
         "pass (Leviathan et al. 2023).",
-        see_also=("drafter_kind", "gamma", "ngram", "target"),
     )
     ngram: bool = _setting(
         True,
@@ -75,7 +74,6 @@ class Settings:
         "are dropped first. /ngram keep also keeps the texts of suffix and chain.",
         example=("order 4", "ngram order: 4"),
         forms={"on": "run n-gram assisted decoding", "off": "do not run it"},
-        see_also=("speculative", "hits"),
         rank=3,
     )
     target: bool = _setting(
@@ -84,7 +82,6 @@ class Settings:
         "strategies",
         "the target alone, the baseline",
         text="Run the target alone. All speed-ups and comparisons of texts refer to this run.",
-        see_also=("speculative", "speed-up", "text"),
     )
     drafter: bool = _setting(
         False,
@@ -92,7 +89,6 @@ class Settings:
         "strategies",
         "the drafter alone",
         text="Run the drafter model alone, for comparison. Its text is its own.",
-        see_also=("speculative", "target"),
     )
     beams: int = _setting(
         0,
@@ -102,7 +98,6 @@ class Settings:
         text="Run a beam search with the target and a length penalty. N is its number of beams, 1 to 16; 0 turns it "
         "off. Its text differs from the other strategies.",
         example=("4",),
-        see_also=("target",),
     )
     gamma: int | None = _setting(
         None,
@@ -115,7 +110,6 @@ class Settings:
         "of its time, and a drafter that is not used does not read the prompt.",
         example=("4",),
         forms={"N": "0 to 63; 0: no drafts", "auto": "as many as are likely to pay"},
-        see_also=("whatif", "costs", "drafts/round"),
         rank=1,
     )
     drafter_kind: tuple[str, ...] = _setting(
@@ -132,7 +126,6 @@ class Settings:
             "suffix": "a suffix automaton of the texts",
             "chain": "suffix, then the drafter of the pair",
         },
-        see_also=("load", "speculative", "race"),
         rank=2,
     )
     costs: Costs | None = _setting(
@@ -154,7 +147,6 @@ class Settings:
             "verify V1 V2 ...; KIND C; read KIND C": "use these",
             "at N; ...; at N STEP; ...": "tables of two context lengths",
         },
-        see_also=("gamma", "draft cost (c)", "verify cost (v)"),
     )
     length: int = _setting(
         128,
@@ -164,7 +156,6 @@ class Settings:
         text="The maximum number of new tokens of each answer, from 1 to the context length of the target. An answer "
         "also ends at an end token of the target.",
         example=("256",),
-        see_also=("tokens", "turns"),
         rank=1,
     )
     processor: ProcessorSpec = _setting(
@@ -182,7 +173,6 @@ class Settings:
             "nucleus": "T P: a probability mass of P at temperature T",
             "topknucleus": "T K P: both",
         },
-        see_also=("temperature", "top_k", "top_p"),
     )
     seed: int = _setting(
         42,
@@ -191,7 +181,6 @@ class Settings:
         "seed of every strategy, 0 to 2**32 - 1",
         text="The random seed of every run, 0 to 2**32 - 1. The same seed, settings and models give the same texts.",
         example=("7",),
-        see_also=("temperature", "verify"),
         is_flag=True,
     )
     verify: str = _setting(
@@ -207,7 +196,6 @@ class Settings:
             "block": "accept drafts jointly, at least as many",
             "coupled": "the same text as the target alone",
         },
-        see_also=("lossless", "texts", "acceptance", "p/q"),
     )
     engine: str = _setting(
         "auto",
@@ -224,7 +212,6 @@ class Settings:
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },
-        see_also=("threads", "audit"),
         fact="engine now",
         is_flag=True,
     )
@@ -237,7 +224,6 @@ class Settings:
         "OMP_NUM_THREADS is set.",
         example=("1",),
         forms={"N": f"{THREADS}", "auto": "the fastest number"},
-        see_also=("engine",),
         fact="engine now",
         is_flag=True,
     )
@@ -249,7 +235,6 @@ class Settings:
         text="Whether keys and values of earlier tokens are kept. off computes all tokens again in every round: the "
         "text is the same, but every strategy is slow.",
         forms={"on": "keep them", "off": "compute all tokens again in every round"},
-        see_also=("pair", "target"),
     )
     chat: bool | None = _setting(
         None,
@@ -259,7 +244,6 @@ class Settings:
         text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
         "continues the prompt as it stands. auto is decided anew by every /load.",
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
-        see_also=("system", "turns"),
         fact="chat now",
     )
     system: str | None = _setting(
@@ -270,7 +254,6 @@ class Settings:
         text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
-        see_also=("chat",),
         needs="chat",
     )
     turns: bool = _setting(
@@ -281,7 +264,6 @@ class Settings:
         text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
         "was interrupted or failed is not kept.",
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
-        see_also=("chat", "system"),
         needs="chat",
     )
     special: bool = _setting(
@@ -291,7 +273,6 @@ class Settings:
         "read names of special tokens in prompts",
         text="Whether names such as <|im_end|> in a prompt become the special tokens that they name. off reads them "
         "as text.",
-        see_also=("chat",),
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
     ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
@@ -308,7 +289,6 @@ class Settings:
         "draft was rejected, and where n-grams and matches were found.",
         example=("full",),
         forms={"on": "a line per round", "off": "the texts only", "full": "also p/q, and why drafts were rejected"},
-        see_also=("texts", "p/q", "rank", "hits"),
         rank=4,
     )
 
@@ -340,8 +320,8 @@ class Setting:
 
     `group` is a heading of /help, empty for a field that only parts set. `summary` has at most 39 characters. `text` is
     its page, in sentences. `example` is an argument to type, by default on or off, and the lines that it shows unless
-    they repeat it. `forms` describe what can be typed, above all its completions. `see_also` lists commands and
-    figures. `rank` is its place on the first page of /help; settings with 0 are only on /help all.
+    they repeat it. `forms` describe what can be typed, above all its completions. `rank` is its place on the
+    first page of /help; settings with 0 are only on /help all.
 
     `needs` is a toggle without which it has no effect. `fact` is the label in /show of the value in effect. `is_flag`
     is True if it is also a command-line flag.
@@ -357,7 +337,6 @@ class Setting:
     text: str = ""
     example: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
-    see_also: tuple[str, ...] = ()
     rank: int = 0
     needs: str = ""
     fact: str = ""
@@ -418,7 +397,6 @@ SAMPLING_PARTS = (
         text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
         "other temperature keeps the top-k and top-p that are set.",
         example=("0.7", "temperature: 0.7; processor: multinomial 0.7"),
-        see_also=("top_p", "top_k", "processor", "seed", "verify"),
         rank=2,
     ),
     Setting(
@@ -432,7 +410,6 @@ SAMPLING_PARTS = (
         "has no top-k, the temperature becomes 1.",
         example=("40", "top_k: 40; processor: topk 0.7 40"),
         forms={"K": "1 to the size of the vocabulary", "off": "or 0: sample from all tokens"},
-        see_also=("temperature", "top_p", "processor"),
     ),
     Setting(
         "top_p",
@@ -445,7 +422,6 @@ SAMPLING_PARTS = (
         "With greedy decoding, which has no top-p, the temperature becomes 1.",
         example=("0.95", "top_p: 0.95; processor: nucleus 0.7 0.95"),
         forms={"P": "above 0, at most 1", "off": "or 1: sample from all tokens"},
-        see_also=("temperature", "top_k", "processor"),
     ),
 )
 NGRAM_PARTS = (

@@ -113,7 +113,7 @@ class Command:
     one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
 
     /help NAME shows `about`, a few sentences; `example`, a line to type and its output; `syntax`, a row for each form,
-    if the usage does not cover them; `see_also`, commands and figures; and `current`, the value of a setting.
+    if the usage does not cover them; and `current`, the value of a setting.
 
     `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
     beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
@@ -129,7 +129,6 @@ class Command:
     about: str = ""
     example: tuple[str, ...] = ()
     syntax: tuple[str, ...] = ()
-    see_also: tuple[str, ...] = ()
     current: Callable[[Settings], str] = lambda settings: ""
     words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -159,11 +158,7 @@ class Registry:
     """Commands by name."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
-        self._commands: dict[str, Command] = {}
-        for command in commands:
-            if command.name in self._commands:
-                raise ValueError(f"There are two commands named {command.name}.")
-            self._commands[command.name] = command
+        self._commands = {command.name: command for command in commands}
 
     def __iter__(self) -> Iterator[Command]:
         return iter(self._commands.values())
