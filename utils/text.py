@@ -5,7 +5,6 @@ visible symbols before anything is shown.
 """
 
 import re
-import sys
 from typing import Any
 
 from rich.filesize import decimal
@@ -22,8 +21,7 @@ _UNSAFE: dict[int, str] = (
     | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
     | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # not characters, and not allowed in XML
 )
-_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-_SHORT_ESCAPES = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
+_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
 
 
 def visible(text: str) -> str:
@@ -65,30 +63,17 @@ def escaped(text: str) -> str:
     The backslash, all control characters and separators, and lone surrogates become escapes as in Python. So do blanks
     at the ends, which editors remove.
     """
-    core = text.strip(" ")
-    start = len(text) - len(text.lstrip(" "))
-    if not core:
-        return r"\x20" * len(text)
-    inner = "".join(_escape(character) for character in core)
-    return r"\x20" * start + inner + r"\x20" * (len(text) - start - len(core))
+    characters = (one if one.isprintable() and one != "\\" else _escape(one) for one in text)
+    return re.sub("^ +| +$", lambda blanks: r"\x20" * len(blanks[0]), "".join(characters))
 
 
 def _escape(character: str) -> str:
-    printable = character.isprintable() and character != "\\"
-    return character if printable else character.encode("unicode_escape").decode("ascii")
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def unescaped(line: str) -> str:
     """The inverse of `escaped`. A backslash that begins no escape is kept."""
-    return _ESCAPE.sub(_unescape, line)
-
-
-def _unescape(escape: re.Match[str]) -> str:
-    code = escape[0][1:]
-    if code in _SHORT_ESCAPES:
-        return _SHORT_ESCAPES[code]
-    number = int(code[1:], 16)
-    return chr(number) if number <= sys.maxunicode else escape[0]
+    return _ESCAPE.sub(lambda escape: escape[0].encode("ascii").decode("unicode_escape"), line)
 
 
 def encodable(text: str) -> str:

@@ -48,9 +48,10 @@ from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import other_readings
 from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import parse_numbers, parse_words, split_words, without_key
-from utils.servers.connection import Connection
+from utils.servers.client import ServerClient
+from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import ServerError, setup_facts
+from utils.servers.kinds.server_kind import ServerError, ServerKind, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
 from utils.servers.processes.programs import NGRAM
 from utils.text import count_of
@@ -123,28 +124,27 @@ SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
     "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
 )
-TABLE = ResultTable(
-    figure("texts", "texts"),
-    ResultColumn("draft", lambda row: str(row["position"] + 1)),
-    figure("measured", "measured", "{:.3f}"),
-    figure("expected", "expected", "{:.3f}"),
-    ResultColumn("loss, 95 % interval", lambda row: _interval(row)),
-    figure("chance of that", "p", "{:.2g}"),
-)
 
 
 def _interval(row: Row) -> str:
     return NOTHING if row["measured"] is None else f"{row['loss']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})"
 
 
+TABLE = ResultTable(
+    figure("texts", "texts"),
+    ResultColumn("draft", lambda row: str(row["position"] + 1)),
+    figure("measured", "measured", "{:.3f}"),
+    figure("expected", "expected", "{:.3f}"),
+    ResultColumn("loss, 95 % interval", _interval),
+    figure("chance of that", "p", "{:.2g}"),
+)
+
+
 def row_of(contrast: Contrast) -> dict[str, Any]:
     names = ("position", "prompts", "measured", "expected", "loss", "p")
-    bounds = {name: value if contrast.measured is not None else None for name, value in _bounds(contrast).items()}
+    low, high = max(-1.0, contrast.low), min(1.0, contrast.high)
+    bounds = {"low": low, "high": high} if contrast.measured is not None else {"low": None, "high": None}
     return {"texts": contrast.probe, **{name: getattr(contrast, name) for name in names}, **bounds}
-
-
-def _bounds(contrast: Contrast) -> dict[str, float]:
-    return {"low": max(-1.0, contrast.low), "high": min(1.0, contrast.high)}
 
 
 def sentence(cause: DraftCause, contrast: Contrast) -> str:
@@ -207,7 +207,6 @@ class ServerExamination:
     facts: dict[str, str] = field(default_factory=dict)
     speedups: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
-    is_off: bool = False
     off_on: str = ""
     probes: list[Probe] = field(default_factory=list)
     found: list[Contrast] = field(default_factory=list)
@@ -237,8 +236,8 @@ class ServerExamination:
                     self.texts.pop(kind, None)
                     continue
                 raise
-            if self.is_off:
-                self.cause, self.off_on = OFF_ON.get(kind, DraftCause.OFF), kind
+            if self.off_on:
+                self.cause = OFF_ON.get(kind, DraftCause.OFF)
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
                 return
@@ -270,15 +269,10 @@ class ServerExamination:
         if tokens:
             yield LONG, long_prompts(self.prompts, tokens, lambda text: len(pair.tokenizer(text)["input_ids"]))
         kind, client = self.connection.kind, self.connection.client
-        theirs = kind.tokens(client, self._chat(self.prompts[0]), special=True)
+        chat = self._request(TEMPLATE, self.prompts[0])(kind, client).prompt
+        theirs = kind.tokens(client, chat, special=True) if isinstance(chat, Chat) else None
         if theirs is not None and theirs != tuple(self.harness.prompt_ids(self.prompts[0], self.settings)):
             yield TEMPLATE, self.prompts
-
-    def _chat(self, text: str) -> Chat:
-        system = self.settings.system
-        return Chat(
-            (*([] if system is None else [{"role": "system", "content": system}]), {"role": "user", "content": text})
-        )
 
     def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
@@ -299,21 +293,27 @@ class ServerExamination:
                 found[place] = self._text(answer, prompt, drafts)
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
-        self.is_off = not found and not why
+        self.off_on = "" if found or why else kind
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
 
-    def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
-        make = request_maker(self.harness.loaded, prompt, self.settings)
+    def _request(self, kind: str, prompt: str) -> RequestFor:
+        """The request for a prompt, which the server puts into its own template for texts of the kind TEMPLATE."""
+        pair, settings = self.harness.loaded, self.settings
+        if kind == TEMPLATE:
+            pair, settings = None, replace(settings, chat=True, chat_template=True)
+        make = request_maker(pair, prompt, settings)
 
-        def request(own: Any, client: Any) -> ServerRequest:
+        def request(own: ServerKind, client: ServerClient) -> ServerRequest:
             made = replace(make(own, client), max_tokens=self.length)
             if self.recorded:
                 return made
-            made = replace(made, temperature=self.temperature if kind == SAMPLED else 0.0, top_k=0, top_p=1.0)
-            return replace(made, prompt=self._chat(prompt)) if kind == TEMPLATE else made
+            return replace(made, temperature=self.temperature if kind == SAMPLED else 0.0, top_k=0, top_p=1.0)
 
-        answer = connection.ask(request)
+        return request
+
+    def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
+        answer = connection.ask(self._request(kind, prompt))
         if answer.finish is FinishReason.INTERRUPTED:
             raise KeyboardInterrupt
         return answer
@@ -322,31 +322,24 @@ class ServerExamination:
         """The answer with its ids, which the local tokenizer makes where the server gives none."""
         if self.recorded:
             return ServerText([], [], drafts)
-        request, client, pair = answer.request, self.connection.client, self.harness.pair
-        sent = None if request is None else request.prompt
-        ids = (
-            sent if isinstance(sent, tuple) or sent is None else self.connection.kind.tokens(client, sent, special=True)
-        )
-        prompt_ids = list(ids or self.harness.prompt_ids(prompt, self.settings))
-        tokens = answer.token_ids
-        tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"]) if tokens is None else tokens
+        pair, sent, tokens = self.harness.pair, answer.request and answer.request.prompt, answer.token_ids
+        if isinstance(sent, str | Chat):
+            sent = self.connection.kind.tokens(self.connection.client, sent, special=True)
+        prompt_ids = list(sent or self.harness.prompt_ids(prompt, self.settings))
+        if tokens is None:
+            tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
         if max((*prompt_ids, *tokens), default=0) >= vocabulary_size(pair.target):
             raise UserError(OTHER_IDS.format(self.name))
         return ServerText(prompt_ids, list(tokens), drafts)
 
     def _note_speed(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> None:
         """The speed of a greedy answer beside that of the baseline, which answers the same prompt."""
-        if (
-            self.baseline is None
-            or not answer.decode_tokens_per_second
-            or not drafts.forwards
-            or not answer.token_count
-        ):
+        speed, tokens = answer.decode_tokens_per_second, answer.token_count
+        if self.baseline is None or not (speed and drafts.forwards and tokens):
             return
-        other = self._ask(self.baseline, GREEDY, prompt).decode_tokens_per_second
-        if other:
-            self.speedups.append(answer.decode_tokens_per_second / other)
-            self.forwards.append(answer.token_count / drafts.forwards)
+        if other := self._ask(self.baseline, GREEDY, prompt).decode_tokens_per_second:
+            self.speedups.append(speed / other)
+            self.forwards.append(tokens / drafts.forwards)
 
     def _compare(self) -> Iterator[ReportEvent]:
         known = [text for texts in self.texts.values() for text in texts.values()]
@@ -515,10 +508,9 @@ def _records(file: str, settings: Settings) -> dict[str, RecordedRun]:
     runs = [run for run in read if run.row.get("accepted_by_position") and not run.row.get("history")]
     if not runs:
         raise UserError(NO_POSITIONS.format(file))
-    names = sorted(
-        {run.row["strategy"] for run in runs}, key=lambda name: not name.startswith(("speculative", "server"))
-    )
-    found = {run.row["prompt"]: run for run in runs if run.row["strategy"] == names[0]}
+    names = {run.row["strategy"] for run in runs}
+    chosen = min(names, key=lambda name: (not name.startswith(("speculative", "server")), name))
+    found = {run.row["prompt"]: run for run in runs if run.row["strategy"] == chosen}
     here = as_json(settings)
     for run in found.values():
         for name in ("processor", "length"):

@@ -216,10 +216,6 @@ class DrafterSelection:
         """The candidate with the fastest run, or with the best replay if there was no time for runs."""
         return self.tried[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
 
-    @property
-    def _seconds(self) -> float:
-        return self.clock() - self.began
-
     def _name(self, candidate: VerdictCandidate) -> str:
         return kind_name(candidate.strategy, self.harness.pair)
 
@@ -271,7 +267,7 @@ class DrafterSelection:
 
     def _replay_all(self) -> Iterator[Progress]:
         for place, prompt in enumerate(self.prompts, start=1):
-            if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
+            if self.predicted and self.clock() > self.began + REPLAY_SHARE * SELECTION_SECONDS:
                 break
             where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
@@ -298,7 +294,7 @@ class DrafterSelection:
                     scores |= kind
                     kind = {}
             # At least one strategy is replayed.
-            if scores and self._seconds > SELECTION_SECONDS:
+            if scores and self.clock() > self.began + SELECTION_SECONDS:
                 break
         return scores
 
@@ -329,12 +325,9 @@ class DrafterSelection:
         off = {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
         self.harness.state.advice = chosen.changes if advised else off
         gamma = best_fixed.gamma if chosen.gamma is None else chosen.gamma
-        return found | {"elsewhere": settings_elsewhere(self._speculation(gamma or 1)) if advised else []}
-
-    def _speculation(self, drafts: int) -> Speculation:
-        pair, chosen = self.harness.pair, self.chosen.strategy
-        uses_loaded = chosen.kind is not None and chosen.kind.uses_loaded
-        return speculation(pair, self.settings, drafts, kind=chosen.drafter_label(pair), uses_loaded=uses_loaded)
+        label, uses_loaded = chosen.strategy.drafter_label(pair), chosen.strategy.kind.uses_loaded
+        way = speculation(pair, self.settings, gamma or 1, kind=label, uses_loaded=uses_loaded)
+        return found | {"elsewhere": settings_elsewhere(way) if advised else []}
 
 
 def speculation(
