@@ -39,8 +39,7 @@ FIGURES = {
     "distribution and count as q = 1",
     "p/q": "p divided by q; with sampling under /verify rejection, a draft is accepted with probability min(1, p/q) of "
     "the processed distributions; otherwise it is accepted if it equals the target's token",
-    "rank": "rank of a draft in the target's distribution; 1 is the likeliest token; a near miss has at least a tenth "
-    "of the p of the target's token",
+    "rank": "rank of a draft in the target's distribution; 1 is the likeliest token",
     "hits": "where an n-gram or a match was found, and in brackets how many tokens of context matched",
     "draft cost (c)": "time of one draft / time of a target forward over one token, measured on the loaded models "
     "(/costs)",

@@ -111,9 +111,6 @@ class TimedSession:
         return self._watch.time_verify(self._session, context, keep)
 
 
-NEAR_MISS = 0.1  # a rejected draft with at least this share of the target token's probability
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
     """One verified draft.
@@ -141,10 +138,6 @@ class DraftTrace:
     def ratio(self) -> float:
         """p/q. A draft without a q was the only proposal, so q = 1."""
         return self.p / self.q if self.q else self.p
-
-    @property
-    def is_near_miss(self) -> bool:
-        return self.p >= NEAR_MISS * self.target_p
 
 
 class DraftTracer:

@@ -45,7 +45,7 @@ from utils.prompts.conversation import with_reset_hint
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import PromptView, show_comparison, show_report
+from utils.screen.run_view import PromptView, RunView, show_comparison, show_report
 from utils.servers.address import ServerAddress
 from utils.text import encodable, quoted_text, unescape
 
@@ -138,7 +138,7 @@ class Runner:
         refused: dict[str, str] = {}  # the first arm that was refused for each reason, which is shown once
         try:
             for arm, history in planned:
-                view = prompt.begin(arm)
+                view = RunView(prompt, arm)
                 try:
                     run = arm.run(text, settings, history, view)
                     runs.append(run)  # before its last lines, which may fail

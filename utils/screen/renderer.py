@@ -110,7 +110,7 @@ class ProgressLine:
         if cell_len(line) > room:
             line = set_cell_size(line, room)
         self._is_shown = True
-        self._write(CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
+        put(self._console, CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
 
     def count(self, text: str) -> None:
         """Like `show`, but skips a text that follows the one before it too soon."""
@@ -121,10 +121,7 @@ class ProgressLine:
     def clear(self) -> None:
         if self._is_shown:
             self._is_shown, self._next = False, 0.0
-            self._write(CLEAR_LINE)
-
-    def _write(self, text: str) -> None:
-        put(self._console, text)
+            put(self._console, CLEAR_LINE)
 
 
 class Writer:
@@ -200,10 +197,6 @@ class Renderer:
     def stream_width(self) -> int | None:
         """The width of streamed text in columns, or None if its lines must not be broken."""
         return self.width if self._out.console.is_terminal else None
-
-    @staticmethod
-    def cells(text: str) -> int:
-        return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
         self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self.is_ascii else "─"))
@@ -351,7 +344,8 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     # A stream is None if it was closed before the start.
     out = open_console(sys.stdout or nowhere, plain=plain)
     messages = out if interactive else open_console(sys.stderr or nowhere, plain=plain)
-    return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
+    has_width = os.environ.get("COLUMNS", "").isdigit()  # of output that is not a terminal
+    return Renderer(out, messages, colour=not out.no_color, wraps=has_width)
 
 
 def open_console(stream: TextIO, *, plain: bool) -> Console:
@@ -371,11 +365,6 @@ def open_console(stream: TextIO, *, plain: bool) -> Console:
         markup=False,
         emoji=False,
     )
-
-
-def has_width() -> bool:
-    """Whether the user has set a width for output that is not a terminal."""
-    return os.environ.get("COLUMNS", "").isdigit()
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:

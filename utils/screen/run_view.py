@@ -10,6 +10,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
+
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
 from utils.comparison.harness import LastPrompt, own_conversations
 from utils.comparison.records import Finding, Report
@@ -91,11 +93,6 @@ class PromptView:
     shown: list[Run] = field(default_factory=list)
     has_legend: bool = False
 
-    def begin(self, arm: Arm) -> "RunView":
-        view = RunView(self, arm)
-        view.begin()
-        return view
-
 
 class RunView:
     """Shows one run: its text as it grows, or its progress and then its text. With /debug, every round comes first."""
@@ -109,16 +106,18 @@ class RunView:
         # With /debug full the drafts of each strategy are worth a look, even if the texts are equal.
         self._in_full = level == "full" or not self._earlier
         self._text = MarkedStream(prompt.tokenizer) if is_local else None
-        self._lines = WrappedText(prompt.renderer.stream_width, prompt.renderer.cells)
+        self._lines = WrappedText(prompt.renderer.stream_width)
         self._pieces: list[MarkedPiece] = []
         self._tokens = self._characters = 0
+        self._begin()
 
     @property
     def is_long(self) -> bool:
         """Whether its whole text or its rounds are shown."""
         return self._in_full or self._shows_rounds
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
+        """Show what comes before the first step."""
         if self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
         if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
@@ -137,7 +136,7 @@ class RunView:
     def reading(self, done: int, total: int) -> None:
         self._renderer.step(f"{self.arm.name}: reading the prompt, {done:,} of {total:,} tokens")
 
-    def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
+    def step(self, step: Step, timing: RoundTiming, traces: Sequence[DraftTrace] = ()) -> None:
         assert self._text is not None
         self._tokens += len(step.tokens)
         pieces = self._text.add(step)
@@ -251,10 +250,8 @@ def round_pieces(
     return painted
 
 
-def round_timing(step: Step, timing: RoundTiming | None) -> str:
+def round_timing(step: Step, timing: RoundTiming) -> str:
     """The milliseconds of a round by activity, and its number of new tokens."""
-    if timing is None:
-        return ""
     parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
     shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
     return f"{shown} ms | +{len(step.tokens)}"
@@ -277,10 +274,9 @@ def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
         figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
     if trace.acceptance is not None and 0 < trace.acceptance < 1:
         figures.append(f"acceptance probability {trace.acceptance:.2g}")
-    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
     return (
         f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
-        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
+        f"{draft} was rank {trace.rank} ({', '.join(figures)})"
     )
 
 
@@ -290,13 +286,12 @@ def show_round(
     step: Step,
     tokenizer: Any,
     *,
-    timing: RoundTiming | None = None,
+    timing: RoundTiming,
     traces: Sequence[DraftTrace] = (),
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
     pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
-    times = round_timing(step, timing)
-    renderer.pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
+    renderer.pieces(f"{number:4d} ", [*pieces, (round_timing(step, timing), "dark_grey")])
     for line in trace_lines(traces, tokenizer):
         renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
@@ -398,12 +393,12 @@ class MarkedStream:
 class WrappedText:
     """Growing text, wrapped at word boundaries: a word is held back until it is known to fit into the line.
 
-    `width` is the number of columns, and None does not wrap. `cells` returns the number of columns of a text. Wide
-    characters are usually written without spaces, so a line may end at any of them.
+    `width` is the number of columns, and None does not wrap. Wide characters are usually written without spaces, so a
+    line may end at any of them.
     """
 
-    def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
-        self._width, self._cells = width, cells
+    def __init__(self, width: int | None) -> None:
+        self._width = width
         self._column = 0
         self._gap: list[MarkedPiece] = []
         self._word: list[MarkedPiece] = []
@@ -428,17 +423,17 @@ class WrappedText:
             self._gap.append((character, mark))
         else:
             # A wide character ends the word before it and is a word of its own.
-            wide = self._cells(character) > 1
+            wide = cell_len(character) > 1
             shown += self.end() if wide and self._word else []
             self._word.append((character, mark))
             # A word as wide as the line is shown at once, because no other line could hold it.
-            shown += self.end() if wide or self._cells(plain_text(self._word)) >= self._width else []
+            shown += self.end() if wide or cell_len(plain_text(self._word)) >= self._width else []
 
     def end(self) -> list[MarkedPiece]:
         """The text that was held back."""
         gap, word, self._gap, self._word = self._gap, self._word, [], []
-        word_size = self._cells(plain_text(word))
-        size = self._cells(plain_text(gap).expandtabs()) + word_size
+        word_size = cell_len(plain_text(word))
+        size = cell_len(plain_text(gap).expandtabs()) + word_size
         # The gap is dropped where the line breaks.
         if word and self._column and self._width is not None and self._column + size > self._width:
             self._column = word_size
