@@ -59,10 +59,9 @@ def row_name(name: str) -> str:
 class Run:
     """One finished or interrupted run of an arm.
 
-    `name` is that of the arm, and `baseline` names the arm to compare it with, if any. `seconds` includes the prefill,
-    or is the time of the whole request. Figures that are unknown, or that do not apply, are None: `tokens` are token
-    ids, `rounds` are verify passes with their drafts, and `accepted_by_position` is as in Generation. A local run has a
-    `generation` with its rounds; the answer of a server has a `completion` and the `address` of the server.
+    `baseline` names the arm to compare it with, if any. `seconds` includes the prefill, or is the time of the whole
+    request. Figures that are unknown, or that do not apply, are None. A local run has a `generation` with its rounds;
+    the answer of a server has a `completion` and the `address` of the server.
     """
 
     name: str

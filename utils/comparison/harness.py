@@ -157,10 +157,9 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
 class SessionState:
     """The memory of one session.
 
-    `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `causes` explains by
-    strategy why texts differ from the target's. `records` makes those of the last result. `advice` holds the
-    settings that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change
-    of the target's logits by verify width.
+    `causes` explains by strategy why texts of the last prompt differ from the target's. `records` makes those of the
+    last result. `advice` holds the settings that the last verdict recommends. `rounding` is the largest observed
+    change of the target's logits by verify width.
     """
 
     storage: NGramStorage

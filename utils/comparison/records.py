@@ -93,9 +93,8 @@ class Report:
     """A report that is computed while its `events` are consumed.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
-    `conclude` turns all findings into sentences. `attachment` is one line of data to copy, or empty. `transposed` makes
-    each finding a column, for few findings with many cells. Columns in `optional` are dropped on a narrow screen, the
-    first one first. `details` are further records for scripts.
+    `attachment` is data to copy, or empty. `transposed` makes each finding a column. Columns in `optional` are dropped
+    on a narrow screen, the first one first. `details` are further records for scripts.
     """
 
     name: str

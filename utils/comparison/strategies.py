@@ -136,10 +136,9 @@ def is_greedy(settings: Settings) -> bool:
 class Strategy:
     """A row of the table.
 
-    `name` is its name in JSON records, `toggle` the setting that enables it, and `steps` its decoder. `kind` is the
-    drafter kind, if it drafts, and `word` its name in /drafter_kind; `chooses_kind` is True if that setting applies.
-    `uses_target` is False if it runs the drafter alone. `samples` is True if its tokens are drawn one by one from the
-    processed distribution.
+    `toggle` is the setting that enables it. `kind` is the drafter kind, if it drafts, and `word` its name in
+    /drafter_kind; `chooses_kind` is True if that setting applies. `uses_target` is False if it runs the drafter alone.
+    `samples` is True if its tokens are drawn one by one from the processed distribution.
     """
 
     name: str

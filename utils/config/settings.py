@@ -315,16 +315,10 @@ class Settings:
 class Setting:
     """A row of the table.
 
-    `name` is the field, or the typed words of a part. `value_type` parses and shows a value. `get` and `put` read it
-    from Settings and make new Settings with another one. `default` is a field's.
-
-    `group` is a heading of /help, empty for a field that only parts set. `summary` has at most 39 characters. `text` is
-    its page, in sentences. `example` is an argument to type, by default on or off, and the lines that it shows unless
-    they repeat it. `forms` describe what can be typed, above all its completions. `rank` is its place on the
-    first page of /help; settings with 0 are only on /help all.
-
-    `needs` is a toggle without which it has no effect. `fact` is the label in /show of the value in effect. `is_flag`
-    is True if it is also a command-line flag.
+    `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
+    set; `summary` and `rank` are as in a Command. `text` is its page. `example` is an argument to type, by default on
+    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `needs` is a toggle
+    without which it has no effect, and `fact` the label in /show of the value in effect.
     """
 
     name: str

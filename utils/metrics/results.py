@@ -115,10 +115,9 @@ class TimedSession:
 class DraftTrace:
     """One verified draft.
 
-    `p` and `rank` (from 1) are its probability and rank under the target, `q` is its probability under the drafter.
-    `acceptance` is min(1, p/q) of the processed distributions, or None if drafts have no distribution or are verified
-    together. `target_token` is the token in the text at its position, with probability `target_p`. `match_length` is
-    the number of context tokens that found an n-gram or a match, 0 if the draft was drawn from the seed.
+    `rank` (from 1) is its rank under the target. `acceptance` is min(1, p/q) of the processed distributions, or None if
+    drafts have no distribution or are verified together. `target_token` is the token in the text at its position.
+    `match_length` counts the context tokens that found a match, 0 if the draft was drawn from the seed.
     """
 
     token: int

@@ -76,9 +76,8 @@ class Reading:
 class Examination:
     """The results of an examination.
 
-    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
-    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
-    than with the right ones.
+    The present reading is the first. `displaced` is the agreement of first drafts with features of other positions.
+    `reads_target` is True if that is significantly lower than with the right ones.
     """
 
     positions: int

@@ -179,10 +179,9 @@ def _millions(count: int) -> str:
 class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
-    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `device` is
-    where the target's weights are. `quantize` and `drafter_quantize` are one of utils.bounds.QUANTIZATIONS.
-    `notes` are messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs
-    from the target's, so that drafts must be translated.
+    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `notes` are
+    messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs from the
+    target's, so that drafts must be translated.
     """
 
     target: PreTrainedModel

@@ -256,8 +256,7 @@ class SessionTools:
     """The parts of a session.
 
     `records` is the file of --json. `interactive` is True if prompts are typed on the screen of the answers. `load`
-    loads other models and reports progress to its second argument. `pairs` can be loaded by name. `strategies` is the
-    table of strategies. `results` stores the engine's results between starts, if it is not None.
+    reports progress to its second argument. `results` stores the engine's results between starts.
     """
 
     registry: Registry

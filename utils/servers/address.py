@@ -45,11 +45,9 @@ Default = TypeVar("Default")
 class ServerAddress:
     """One server as the user named it. `server_address` checks the values.
 
-    `url` has no slash at its end; a path such as /v1 may be part of it. A `model` of None means the server's only
-    model. `key` is the name of the environment variable with the key. `baseline` is the server or strategy to compare
-    speed and text with. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of
-    seconds without new content. `ca` is a file with certificates to trust. `omit` and `rename` change the fields of
-    requests, as in FIELDS.
+    `url` has no slash at its end; a path such as /v1 may be part of it. `key` is the name of the environment variable
+    with the key. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of seconds
+    without new content. `omit` and `rename` change the fields of requests, as in FIELDS.
     """
 
     name: str

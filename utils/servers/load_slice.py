@@ -46,10 +46,9 @@ class LoadRequest:
 class LoadSlice:
     """The answers to a number of requests.
 
-    `requests` are those that have ended, in the order of their ends. `unfinished` counts those that were not sent or
-    were ended when the time was over. `seconds` is the time from the first request to the last complete answer.
-    `acceptance` covers all requests, or is None if nothing was drafted or known. `other_tokens` were generated for
-    other clients meanwhile, or it is None.
+    `requests` are in the order of their ends. `unfinished` counts those that were not sent or were ended when the time
+    was over. `seconds` is the time from the first request to the last complete answer. `acceptance` covers all
+    requests.
     """
 
     requests: tuple[LoadRequest, ...]

@@ -212,8 +212,7 @@ class TimeSplit:
     """How runs with drafts spent their seconds.
 
     `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
-    `verifying` the extra time of verify passes. `other` is processors, noise and verification rules. `target` is the
-    time of the target's runs.
+    `verifying` the extra time of verify passes. `target` is the time of the target's runs.
     """
 
     prefill: float

@@ -188,9 +188,9 @@ class ServerText:
 class ServerExamination:
     """One examination of a server, and what it has found so far.
 
-    `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are the
-    server's answers by the kind of texts and the place of the prompt. `draft` is the number of drafts a round, by the
-    server's counts. Without `by_position`, all positions are compared together, as the first draft.
+    `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are by the
+    kind of texts and the place of the prompt. Without `by_position`, all positions are compared as the first draft.
+    `off_on` is the kind of texts on which no drafts were made.
     """
 
     harness: Harness

@@ -87,12 +87,10 @@ class LoadArm:
 class LoadMeasurement:
     """What is measured, and what was.
 
-    `arms` are the server and its baseline, or one server with several draft lengths. `prompts` are those that could be
-    sent. `fewest` is the minimum of requests in a turn. `loads` and `turns` are reduced to what fits into `seconds`.
-    `length` counts new tokens, and with `is_fixed` answers do not end earlier. `reuses_prefix` permits prefix caching.
-    `cells` has the results in the order of measurement, `requests` one for each prompt by server, and `singles` the
-    time of one request to each server. `running` is the arm that was started last, `starting` the seconds of its start,
-    and `failed` are arms that could not be measured.
+    `arms` are the server and its baseline, or one server with several draft lengths. `fewest` is the minimum of
+    requests in a turn. `loads` and `turns` are reduced to what fits into `seconds`. `requests` has one for each prompt
+    by server, and `singles` the time of one request to each server. `running` is the arm that was started last, and
+    `starting` the seconds of its start.
     """
 
     harness: Harness

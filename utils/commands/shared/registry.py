@@ -109,15 +109,10 @@ class CommandContext:
 class Command:
     """One slash command.
 
-    `name` has no slash. `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `group` is
-    one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
-
-    /help NAME shows `about`, a few sentences; `example`, a line to type and its output; `syntax`, a row for each form,
-    if the usage does not cover them; and `current`, the value of a setting.
-
-    `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
-    beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
-    no models, so that it can run while another thread uses them.
+    `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `rank` is its place on the first
+    page of /help, from 1; commands with 0 are only on /help all. `syntax` has a row for each form, if the usage does
+    not cover them, and `current` is the value of a setting. `words` complete the argument, and a file name does after a
+    beginning in `files`. `free_text` may begin with "=". A command that runs `at_once` uses no models.
     """
 
     name: str

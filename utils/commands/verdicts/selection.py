@@ -140,10 +140,9 @@ def merit(race: ArmRace) -> float:
 class DrafterSelection:
     """What is known about the local candidates.
 
-    `settings` include the costs of all drafters. `length` is the number of new tokens of a run, `step` the seconds of a
-    decode step, and `began` the end of the warm-up. `predicted` has the speed-up by strategy and gamma for each
-    replayed prompt. `races` are the trial runs in the order of `tried`. `problems` has the drafters that cannot run by
-    the reason, and `skipped` a sentence for each prompt that the target cannot take.
+    `settings` include the costs of all drafters. `step` is the seconds of a decode step, and `began` the end of the
+    warm-up. `predicted` has the speed-up by strategy and gamma for each replayed prompt. `races` are the trial runs in
+    the order of `tried`. `problems` has the drafters that cannot run by the reason.
     """
 
     harness: Harness

@@ -65,11 +65,10 @@ OWN_HEAD = "`python -m sampling.distill` trains a drafter that vLLM and SGLang l
 class Speculation:
     """What drafts for a target, and how drafts are verified.
 
-    `kind` is a drafter kind as in records, and `drafter` the name of its model, if it has one of its own. `drafts` is
-    the maximum number of drafts per round. `matches` are the shortest and the longest n-gram that a lookup searches
-    for. `rule` is empty under greedy decoding. `quantize` and `drafter_quantize` are as in utils.bounds.QUANTIZATIONS.
-    `translates` is True if the drafter has another tokenizer. `schedule` has (first, last, drafts) for numbers of
-    concurrent requests.
+    `kind` is a drafter kind as in records, and `drafter` the name of its model, if it has one of its own. `matches` are
+    the shortest and the longest n-gram that a lookup searches for. `rule` is empty under greedy decoding. `translates`
+    is True if the drafter has another tokenizer. `schedule` has (first, last, drafts) for numbers of concurrent
+    requests.
     """
 
     kind: str

@@ -38,10 +38,9 @@ LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's defaul
 class Launch:
     """One server to start.
 
-    `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
-    NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
-    `method` is the program's word for the draft method, if the user gave it, and `format` the drafter kind of a
-    published drafter. `program` is the executable, searched for if empty. `flags` are passed on unchanged.
+    `model` is a file, folder, hub name or EMBEDDED. `drafter` is such a model, NGRAM, or empty. A `draft` of None is
+    the default number of drafts, and 0 turns speculation off. `method` is the program's word for the draft method, if
+    the user gave it, and `format` the drafter kind of a published drafter.
     """
 
     kind: str
