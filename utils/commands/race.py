@@ -84,9 +84,7 @@ def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
 def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[Report]:
     """All prompts of a file, or at most `limit` of each task. Raises UserError for a file that cannot be used."""
     path = path_in(file, EXAMPLE)
-    prompts, harness, settings = list(read_prompts(path)), context.harness, context.settings
-    if not prompts:
-        raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
+    prompts, harness, settings = read_prompts(path), context.harness, context.settings
     chosen = range(len(prompts)) if limit is None else limited(prompts, limit)
     limits = "" if limit is None else f" limit={limit}"
     part = "" if len(chosen) == len(prompts) else f"{len(chosen)} of "

@@ -76,7 +76,7 @@ def test_texts_are_compared_by_their_tokens(view: Screen) -> None:
 def test_a_strategy_that_failed_has_its_title_above_its_error(view: Screen) -> None:
     prompt = PromptView(view.renderer, TOKENIZER, Settings())
     for name in ("speculative", "ngram"):
-        prompt.begin(arm_of(ROWS[name])).failed()
+        RunView(prompt, arm_of(ROWS[name])).failed()
         assert view.take()[0].count(ROWS[name].title) == 1
         run_view = RunView(prompt, arm_of(ROWS["target"]))
         run_view.end(local_run(ROWS["target"], collect(iter(plain("abc")), run_view.step)))

@@ -494,12 +494,10 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
 def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:
     if words:
         found = tuple(dict.fromkeys(prompt.text for prompt in read_prompts(path_in(words[0], EXAMPLE))))
-        found = tuple(prompt for prompt in found if prompt in recorded or not recorded)
-    else:
-        found = tuple(recorded) or tuple(prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured)
-    if not found:
-        raise UserError(f"{words[0]} has no prompt{' of the records' * bool(recorded)}: write one per line.")
-    return found
+        if not (found := tuple(prompt for prompt in found if prompt in recorded or not recorded)):
+            raise UserError(f"{words[0]} has no prompt of the records.")
+        return found
+    return tuple(recorded) or tuple(prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured)
 
 
 def _records(file: str, settings: Settings) -> dict[str, RecordedRun]:

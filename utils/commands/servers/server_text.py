@@ -225,12 +225,8 @@ def text(argument: str, context: CommandContext) -> Outcome:
     if other == TARGET:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
     differing = [] if len(words) > 1 else servers.other_texts.get(name, [])
-    found = differing or OWN_PROMPTS
-    if len(words) > 1:
-        found = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))]
-    if not found:
-        raise UserError(f"the prompts file {words[1]} has no prompts: write one per line.")
-    prompts = spaced(found, options["limit"])
+    of_file = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))] if len(words) > 1 else ()
+    prompts = spaced(of_file or differing or OWN_PROMPTS, options["limit"])
     connections = [servers.connections[one] for one in (other, name) if one is not None]
     trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
     sent = count_of(len(prompts), "prompt") + " on which the texts differed" * bool(differing)

@@ -93,14 +93,11 @@ def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
     """
     if argument == BUILT_IN or not (argument or typed):
         tuning = tuple(read_prompts(FOLDER / "tuning.jsonl"))
-        return PromptPlan("built-in prompts", tasks_in_turn(list(read_prompts(FOLDER / "prompts.jsonl"))), tuning)
+        return PromptPlan("built-in prompts", tasks_in_turn(read_prompts(FOLDER / "prompts.jsonl")), tuning)
     if not argument:
         return divide("prompts of this session", [Prompt(text) for text in dict.fromkeys(typed)])
     path = parse_path(argument)
-    prompts = list(dict.fromkeys(read_prompts(path)))
-    if not prompts:
-        raise UserError(f"the prompts file {path} has no prompts: write one per line.")
-    return divide(f"prompts of {path.name}", prompts)
+    return divide(f"prompts of {path.name}", list(dict.fromkeys(read_prompts(path))))
 
 
 def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:

@@ -113,12 +113,8 @@ class ServerKind:
             body["seed"] = request.seed
         if isinstance(request.prompt, Chat):
             body["messages"] = [dict(message) for message in request.prompt.messages]
-        elif isinstance(request.prompt, str):
-            body["prompt"] = request.prompt
-        elif self.takes_token_ids:
-            body["prompt"] = list(request.prompt)
         else:
-            raise UserError(f"a server of the kind {self.name} takes no token ids.")
+            body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         return body | self.further_fields(request)
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
