@@ -5,9 +5,12 @@ visible symbols before anything is shown.
 """
 
 import re
+import shlex
 from typing import Any
 
 from rich.filesize import decimal
+
+from utils.errors import UserError
 
 QUOTES = '"""'  # around a prompt that is sent exactly as it is
 _BROKEN = "\ufffd"
@@ -35,6 +38,14 @@ def quoted_text(line: str) -> str | None:
     if len(block) < 2 * len(QUOTES) or not (block.startswith(QUOTES) and block.endswith(QUOTES)):
         return None
     return block.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+def split_words(text: str) -> list[str]:
+    """Words that may be quoted as in a shell. Raises UserError for unclosed quotation marks."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError("a quotation mark is not closed.") from error
 
 
 def byte_size(size: int) -> str:

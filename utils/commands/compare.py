@@ -5,7 +5,6 @@ confidence interval over prompts (`utils.metrics.intervals`). /replay uses the s
 models, engine and versions, and an n-gram storage for each run, as with /ngram keep off.
 """
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
 from utils.prompts.conversation import turns_from_messages
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
@@ -138,10 +137,7 @@ class _Comparison:
 
 
 def _compare(argument: str, context: CommandContext) -> Outcome:
-    try:
-        names = shlex.split(argument)
-    except ValueError as error:
-        raise UserError(f"a quotation mark is missing; an example: {EXAMPLE}.") from error
+    names = split_words(argument)
     if len(names) != 2:
         raise UserError(f"give two files, for example: {EXAMPLE}.")
     first, second = (read_records(path_in(name, EXAMPLE)) for name in names)

@@ -17,7 +17,8 @@ from io import StringIO, TextIOWrapper
 from typing import Literal, TextIO
 
 import psutil
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len as cell_len
+from rich.cells import set_cell_size
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
 from rich.table import Table

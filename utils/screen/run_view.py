@@ -10,8 +10,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from rich.cells import cell_len
-
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
 from utils.comparison.harness import LastPrompt, own_conversations
 from utils.comparison.records import Finding, Report
@@ -20,7 +18,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import DraftTrace, RoundTiming, first_difference
-from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer
+from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
 from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 

@@ -6,7 +6,6 @@ and torch is not imported.
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from utils.bounds import RealRange, WholeRange
 from utils.errors import UserError, check_choice
-from utils.text import visible
+from utils.text import split_words, visible
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,31}", re.ASCII)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
@@ -181,14 +180,6 @@ def parse_server_flag(text: str, number: int) -> ServerAddress:
     named = re.fullmatch(rf"({NAME.pattern})=(.*)", words[0], re.ASCII)
     name, url = named.groups() if named else (f"s{number}", words[0])
     return server_address(name, url, **parse_words(words[1:], OPTIONS, most=0)[1])
-
-
-def split_words(text: str) -> list[str]:
-    """Words that may be quoted as in a shell. Raises UserError for unclosed quotation marks."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError("a quotation mark is not closed.") from error
 
 
 def parse_words(words: Sequence[str], options: Sequence[str], *, most: int) -> tuple[list[str], dict[str, str]]:

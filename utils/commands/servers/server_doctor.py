@@ -47,14 +47,14 @@ from utils.metrics.intervals import SLOWER, Interval, speedup_interval
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import other_readings
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import parse_numbers, parse_words, split_words, without_key
+from utils.servers.address import parse_numbers, parse_words, without_key
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
 from utils.servers.processes.programs import NGRAM
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 OPTIONS = {
     "prompts": (FEWEST, WholeRange(2, 1000)),

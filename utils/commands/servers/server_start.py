@@ -13,10 +13,11 @@ from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
-from utils.servers.address import ServerAddress, parse_numbers, parse_words, server_address, split_words, with_server
+from utils.servers.address import ServerAddress, parse_numbers, parse_words, server_address, with_server
 from utils.servers.connection import ServerList
 from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
+from utils.text import split_words
 
 OPTIONS = ("drafter", "draft", "method", "program", "name", "baseline")
 TABLE = ResultTable(

@@ -19,12 +19,12 @@ from utils.comparison.records import Countdown, Finding, Note, Progress, ReportE
 from utils.errors import UserError, check_choice
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
+from utils.servers.address import TARGET, parse_numbers, parse_words
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerRequest
 from utils.servers.kinds.server_kind import ServerError
 from utils.servers.load_slice import run_slice
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 OPTIONS = {
     "repeats": (3, WholeRange(2, 100)),
