@@ -43,8 +43,8 @@ from utils.text import byte_size, count_of, escaped, unescaped
 OWN_COMMANDS = ("ngram", "turns")  # they have subcommands
 MAX_TYPED = 20  # characters of a command and its argument in a list of /help; the page has all words
 RETEST = "test"  # of /engine
-NO_EFFECT = "no effect while /{} is off"
-NO_TEMPLATE = "no effect: this tokenizer has no chat template"
+NO_EFFECT = "   (no effect while /chat is off)"
+NO_TEMPLATE = "   (no effect: this tokenizer has no chat template)"
 HEADINGS = ("engine", "step", *(f"v({width})" for width in COMPARED_WIDTHS), "prefill", "memory", "threads", "bits")
 LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
@@ -104,9 +104,9 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
     settings = row.change(before, argument, context.limits)
     # A toggled switch is easily mistaken for one that was only shown.
     was = "" if argument else f" (was {row.show(before)})"
-    hint = "" if row.has_effect(settings) else f"   ({NO_EFFECT.format(row.needs)})"
+    hint = NO_EFFECT if row.needs_chat and not settings.uses_chat else ""
     if name == "chat" and settings.chat is not False and not settings.chat_template:
-        hint = f"   ({NO_TEMPLATE})"
+        hint = NO_TEMPLATE
     processor = _processor(row, settings)
     return [ChangeSettings(settings, f"{name}: {row.show(settings)}{was}{processor}{hint}")]
 

@@ -250,7 +250,7 @@ class Settings:
         text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
-        needs="chat",
+        needs_chat=True,
     )
     turns: bool = _setting(
         False,
@@ -260,7 +260,7 @@ class Settings:
         text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
         "was interrupted or failed is not kept.",
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
-        needs="chat",
+        needs_chat=True,
     )
     special: bool = _setting(
         False,
@@ -313,8 +313,8 @@ class Setting:
 
     `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
     set; `summary` and `rank` are as in a Command. `text` is its page. `example` is an argument to type, by default on
-    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `needs` is a toggle
-    without which it has no effect, and `fact` the label in /show of the value in effect.
+    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `fact` is the
+    label in /show of the value in effect.
     """
 
     name: str
@@ -328,7 +328,7 @@ class Setting:
     example: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
-    needs: str = ""
+    needs_chat: bool = False
     fact: str = ""
     is_flag: bool = False
 
@@ -340,10 +340,6 @@ class Setting:
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(self.get(settings))
-
-    def has_effect(self, settings: Settings) -> bool:
-        """Whether the setting that this one needs is on."""
-        return self.needs != "chat" or settings.uses_chat
 
     def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
         """New settings with the parsed value of `text`. Raises UserError if it is not valid."""

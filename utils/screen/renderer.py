@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from io import StringIO, TextIOWrapper
-from typing import Literal, TextIO
+from typing import TextIO
 
 import psutil
 from rich.cells import cell_len as cell_len
@@ -400,13 +400,6 @@ class _Column:
     def least_heading(self) -> int:
         return max(map(cell_len, _in_lines(self.heading).split("\n")))
 
-    @property
-    def has_numbers(self) -> bool:
-        return all(cell[:1] in NUMERIC or cell == NOISE for cell in self.cells)
-
-    def heading_for(self, width: int) -> str:
-        return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
-
 
 def _in_lines(heading: str) -> str:
     """A heading on two lines of similar width, if it has a blank or a slash as in tokens/forward (but not tokens/s)."""
@@ -453,8 +446,9 @@ def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Ta
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
-        justify: Literal["left", "right"] = "right" if column.has_numbers else "left"
-        table.add_column(column.heading_for(size), justify=justify, overflow="fold", width=size)
+        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in column.cells)
+        heading = column.heading if cell_len(column.heading) <= size else _in_lines(column.heading)
+        table.add_column(heading, justify="right" if are_numbers else "left", overflow="fold", width=size)
     for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))

@@ -307,7 +307,7 @@ class AnswerStream:
         self._has_ids &= all(
             believed(token, self._request.vocabulary - 1) is not None for token in piece.token_ids or ()
         )
-        if piece.has_content:
+        if piece.text or piece.token_ids or piece.finish_reason:  # the end token comes with the finish reason
             self._last = seconds
             self.received += len(piece.text)
             self._tokens += len(piece.token_ids or ())

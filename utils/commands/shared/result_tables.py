@@ -23,12 +23,12 @@ class ResultColumn:
     drop: int = 0
 
 
-def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: int = 0) -> ResultColumn:
-    """A column that formats one figure, with a dash where the row has none. `scale` multiplies it first."""
+def figure(heading: str, key: str, form: str = "{}", *, drop: int = 0) -> ResultColumn:
+    """A column that formats one figure, with a dash where the row has none."""
 
     def shown(row: Row) -> str:
         value = row.get(key)
-        return NOTHING if value is None else form.format(value if scale == 1 else value * scale)
+        return NOTHING if value is None else form.format(value)
 
     return ResultColumn(heading, shown, drop)
 

@@ -63,11 +63,6 @@ class Piece:
     new_tokens: int | None = None
     seconds: float = 0.0
 
-    @property
-    def has_content(self) -> bool:
-        """Whether the event has a part of the answer. The end token comes with the finish reason."""
-        return bool(self.text or self.token_ids or self.finish_reason)
-
 
 @dataclass(frozen=True, slots=True)
 class ServerCompletion:
