@@ -235,16 +235,10 @@ def _swept_rows(race: ArmRace) -> Iterator[dict[str, Any]]:
 def conclusion(rows: Sequence[Row]) -> list[str]:
     """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
     rows = [row for row in rows if row["lossless"]]
-    several = len({row["text_number"] for row in rows}) > 1
-    return _with_texts(rows) if several else _with_one_text([row for row in rows if row["verdict"] != BASELINE])
-
-
-def _with_texts(rows: Sequence[Row]) -> list[str]:
-    """No claim across values, because a text that is easier to draft is generated faster."""
-    return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
-
-
-def _with_one_text(drafting: Sequence[Row]) -> list[str]:
+    if len({row["text_number"] for row in rows}) > 1:
+        # No claim across values, because a text that is easier to draft is generated faster.
+        return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
+    drafting = [row for row in rows if row["verdict"] != BASELINE]
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
         return [ALL_NOISE if drafting else NO_RIVAL]

@@ -433,9 +433,11 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
         prompt: str | tuple[int, ...] | Chat = Chat(messages) if settings.uses_chat else text
         known: dict[str, Any] = {}
-        if pair is not None and kind.takes_token_ids and _same_tokenizer(pair.tokenizer, text, kind, server):
-            prompt = tuple(ids_of(pair, text, settings, history))
-            known = {"vocabulary": vocabulary_size(pair.target)}
+        if pair is not None and kind.takes_token_ids:
+            ours = tuple(pair.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if kind.tokens(server, text) == ours:  # the tokenizers are the same
+                prompt = tuple(ids_of(pair, text, settings, history))
+                known = {"vocabulary": vocabulary_size(pair.target)}
         return ServerRequest(
             prompt,
             settings.length,
@@ -447,8 +449,3 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
         )
 
     return make
-
-
-def _same_tokenizer(tokenizer: Any, text: str, kind: ServerKind, server: ServerClient) -> bool:
-    """Whether the server and the local tokenizer yield the same ids for the prompt."""
-    return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

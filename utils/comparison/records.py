@@ -458,11 +458,10 @@ def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, lis
 def _by_task(runs: Sequence[RecordedRun]) -> dict[Any, dict[tuple[str, ...], list[RecordedRun]]]:
     """The runs by prompt, strategy and task, and within each by the settings of drafting."""
     tasks = _grouped(runs, lambda one: (one.request, one.row["strategy"], one.values(TASK)))
-    return {task: _grouped(group, _method) for task, group in tasks.items()}
-
-
-def _method(one: RecordedRun) -> tuple[str, ...]:
-    return one.values(() if one.row["strategy"] == TARGET else DRAFTING)
+    return {
+        task: _grouped(group, lambda one: one.values(() if one.row["strategy"] == TARGET else DRAFTING))
+        for task, group in tasks.items()
+    }
 
 
 def differences(matches: Sequence[RunMatch]) -> list[str]:

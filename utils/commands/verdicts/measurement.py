@@ -368,13 +368,9 @@ def tasks(row: Row) -> list[str]:
         return []
     lines = [f"By task: {', '.join(f'{task} {with_bounds(one)}' for task, one in known.items())}."]
     decided = row["interval"] is not None and row["verdict"] != TOO_FEW
-    without = [task for task, one in known.items() if decided and _excludes_gain(one)]
+    enough = {task: one for task, one in known.items() if one["prompts"] >= MIN_PROMPTS and one["verdict"] != TOO_FEW}
+    without = [task for task, one in enough.items() if decided and one["interval"][1] < LITTLE_GAIN]
     return [*lines, *([f"It does not help with {', '.join(without)}."] if without else [])]
-
-
-def _excludes_gain(row: Row) -> bool:
-    """Whether the interval of a task lies below the smallest gain that counts."""
-    return bool(row["prompts"] >= MIN_PROMPTS and row["verdict"] != TOO_FEW and row["interval"][1] < LITTLE_GAIN)
 
 
 def _selection(row: Row) -> list[str]:
