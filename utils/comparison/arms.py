@@ -108,8 +108,12 @@ class Run:
     @classmethod
     def of_server(cls, address: ServerAddress, answer: ServerCompletion) -> Self:
         """The answer of a server. Its drafts are unknown unless they belong to this request alone."""
-        baseline = address.baseline
-        run = cls(
+        baseline, found = address.baseline, answer.acceptance
+        drafts: dict[str, Any] = {}
+        if found is not None and found.valid:
+            drafts = {name: getattr(found, name) for name in ("drafted", "accepted", "rounds")}
+            drafts |= {"target_forwards": found.forwards, "accepted_by_position": found.by_position}
+        return cls(
             row_name(address.name),
             baseline if baseline in (None, TARGET) else row_name(baseline),
             answer.text,
@@ -122,17 +126,7 @@ class Run:
             prompt_tokens=answer.prompt_tokens,
             completion=answer,
             address=address,
-        )
-        found = answer.acceptance
-        if found is None or not found.valid:
-            return run
-        return replace(
-            run,
-            drafted=found.drafted,
-            accepted=found.accepted,
-            rounds=found.rounds,
-            target_forwards=found.forwards,
-            accepted_by_position=found.by_position,
+            **drafts,
         )
 
     @property
