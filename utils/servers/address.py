@@ -250,23 +250,23 @@ def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) 
     Raises UserError for two flags of the same name and for a baseline that does not exist.
     """
     names = [address.name for address in given]
-    kept = [address for address in configured if address.name not in names]
-    addresses: tuple[ServerAddress, ...] = ()
-    for address in (*kept, *given):  # a later server may be the baseline, so these are checked at the end
-        with_server(addresses, replace(address, baseline=None, same=None))
-        addresses = (*addresses, address)
-    return check_baselines(addresses)
+    return checked([*(address for address in configured if address.name not in names), *given])
 
 
-def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tuple[ServerAddress, ...]:
-    """The addresses and one more. Raises UserError if its name is taken."""
-    if any(address.name == added.name for address in addresses):
-        raise UserError(f"There is a server {added.name} already; /server remove {added.name} removes it.")
-    if added.name == TARGET:
+def checked(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
+    """The addresses themselves. Raises UserError if a name is taken, or if a server that one names is not there."""
+    names = [address.name for address in addresses]
+    if taken := next((name for place, name in enumerate(names) if name in names[:place]), ""):
+        raise UserError(f"There is a server {taken} already; /server remove {taken} removes it.")
+    if TARGET in names:
         raise UserError(f"{TARGET} is the local target; choose another name.")
-    if len(addresses) >= MAX_SERVERS:
+    if len(names) > MAX_SERVERS:
         raise UserError(f"At most {MAX_SERVERS} servers can be used at once; /server remove NAME removes one.")
-    return check_baselines((*addresses, added))
+    for address in addresses:
+        for option in NAMES:
+            if (name := getattr(address, option)) is not None:
+                check_choice(name, (*names, TARGET), option)
+    return tuple(addresses)
 
 
 def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[ServerAddress, ...]:
@@ -279,13 +279,3 @@ def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[Serve
         unnamed: dict[str, Any] = {option: None for option in NAMES if getattr(address, option) == name}
         kept += [replace(address, **unnamed)] if address.name != name else []
     return tuple(kept)
-
-
-def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The addresses themselves. Raises UserError if a server that one of them names is not among them."""
-    names = (*(address.name for address in addresses), TARGET)
-    for address in addresses:
-        for option in NAMES:
-            if (name := getattr(address, option)) is not None:
-                check_choice(name, names, option)
-    return tuple(addresses)
