@@ -57,8 +57,8 @@ class SharedPrefills:
 class Job:
     """One prompt for one strategy.
 
-    `prompt` holds token ids, which begin with the conversation in `history`. `drafter` is a word of /drafter_kind.
-    `caches` holds what drafters keep between prompts. `prefills` are shared by many runs of the same prompt.
+    `prompt` begins with the conversation in `history`. `drafter` is a word of /drafter_kind. `prefills` are shared by
+    many runs of the same prompt.
     """
 
     prompt: list[int]

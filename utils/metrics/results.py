@@ -24,9 +24,8 @@ Result = TypeVar("Result")
 class RoundTiming:
     """Seconds of one round.
 
-    `drafting` is the time in the drafter, including its work after the verify pass, `verifying` the target's forward
-    pass, and `total` the whole round. `drafts` counts all computed drafts, proposed or not. `kind` is the drafter kind,
-    if several take turns.
+    `drafting` includes the drafter's work after the verify pass. `drafts` counts all computed drafts, proposed or not.
+    `kind` is the drafter kind, if several take turns.
     """
 
     drafting: float
@@ -275,8 +274,8 @@ TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
 class Comparison:
     """A run compared with its baseline's.
 
-    `speedup` is a ratio of tokens per second, and `decode_speedup` excludes the first round. `first_difference` is a
-    0-based index, and `unit` is what it counts. `baseline` is the name of the other row. Unknown figures are None.
+    `decode_speedup` excludes the first round. `first_difference` is a 0-based index, and `unit` is what it counts.
+    Unknown figures are None.
     """
 
     speedup: float | None = None

@@ -59,8 +59,8 @@ EARLIER = f"The drafter is read as an earlier examination found, not as its file
 class Reading:
     """How often one reading of a checkpoint predicted the target's text.
 
-    `name` is empty for the present reading. `hits` (positions, drafts) are 0 or 1. A draft counts whether or not those
-    before it were right, because the text itself is fed.
+    `name` is empty for the present reading. `hits` (positions, drafts) are 0 or 1, whether or not earlier drafts were
+    right, because the text itself is fed.
     """
 
     name: str

@@ -123,11 +123,9 @@ def prompt_ids(
 ) -> list[int]:
     """The token ids of a prompt.
 
-    With `chat`, `system` is the system prompt and `history` the earlier conversation. A `system` of None is the
-    template's default, and an empty text an empty one. Unless `special`, names of special tokens are ordinary text, so
-    that neither a user nor a model can end a turn by writing about end tokens.
-
-    Raises UserError if there are no ids, no chat template, or the template does not support a system prompt.
+    A `system` of None is the template's default. Unless `special`, names of special tokens are ordinary text, so that
+    neither a user nor a model can end a turn by writing about end tokens. Raises UserError if there are no ids, no chat
+    template, or the template does not support a system prompt.
     """
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]

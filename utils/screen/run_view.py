@@ -81,8 +81,7 @@ NOISE = "noise"  # the cell of a speed-up that drafts cannot have caused
 class PromptView:
     """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are
-    the finished runs whose texts are on the screen.
+    Texts of servers are shown apart from those of strategies. `shown` are the runs whose texts are on the screen.
     """
 
     renderer: Renderer

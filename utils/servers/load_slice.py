@@ -25,8 +25,8 @@ MOST_CLIENTS = 256  # at the same time, also for requests that arrive at given t
 class LoadRequest:
     """One request that was answered or has failed.
 
-    `number` is its place among the requests, and `sent` the time in seconds after the beginning. `acceptance` has the
-    drafts that the answer itself reports. A failed request has an `error` and no `completion`.
+    `number` is its place among the requests, and `sent` the time in seconds after the beginning. `acceptance` is what
+    the answer itself reports. A failed request has no `completion`.
     """
 
     number: int

@@ -92,8 +92,7 @@ ALIASES = {
 class CommandContext:
     """What a command may read.
 
-    `facts` makes (name, value) pairs that describe the loaded models, for /show. `page` makes an
-    HTML page of what was shown.
+    `facts` describe the loaded models for /show. `page` makes an HTML page of what was shown.
     """
 
     settings: Settings

@@ -75,8 +75,8 @@ Figures = dict[str, Any]  # of the candidate
 class PromptPlan:
     """The prompts of one verdict.
 
-    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts.
-    `divided` is True if these differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
+    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts, which
+    differ from the measured ones if `divided`. `left_out` is the number of prompts beyond the maximum.
     """
 
     source: str
