@@ -316,8 +316,8 @@ class ComparedRun(NamedTuple):
 class LocalArm:
     """A strategy on the loaded models.
 
-    With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has its own, and only the
-    layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
+    With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has its own, and only
+    the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
     """
 
     strategy: Strategy
