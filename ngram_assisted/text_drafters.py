@@ -148,12 +148,20 @@ class MatchIndex(Protocol):
 class MatchDrafter(TextDrafter):
     """Drafts what an index of earlier text predicts.
 
-    `index` receives the prompt and every new token, and is never reset here.
+    `index` receives the prompt and every new token, and is never reset here. Matches of fewer than `shortest` tokens
+    draft nothing.
     """
 
-    def __init__(self, index: MatchIndex, *, adaptive: AdaptiveGamma | None = None, observed: bool = False) -> None:
+    def __init__(
+        self,
+        index: MatchIndex,
+        *,
+        shortest: int = 1,
+        adaptive: AdaptiveGamma | None = None,
+        observed: bool = False,
+    ) -> None:
         super().__init__(adaptive, observed=observed)
-        self._index = index
+        self._index, self._shortest = index, shortest
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         super().begin(prompt, context)
@@ -164,7 +172,8 @@ class MatchDrafter(TextDrafter):
             self._index.extend(context)
 
     def _matches(self, context: list[int], count: int) -> list[Match]:
-        return self._index.drafts(count)
+        matches = self._index.drafts(count)
+        return matches if matches and matches[0].length >= self._shortest else []
 
     def commit(self, context: list[int], verified: Verified) -> None:
         super().commit(context, verified)

@@ -13,10 +13,9 @@ from sampling.autoregressive import (
 )
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
 from sampling.drafters.adaptive_gamma import AdaptiveGamma
-from sampling.drafters.chain import ChainDrafter
 from sampling.drafters.feature_sessions import HeadSession
 from sampling.drafters.head import FreeHead, HeadDrafter
-from sampling.drafters.model import ModelDrafter
+from sampling.drafters.model import ChainDrafter, ModelDrafter
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 from utils.decode.drafts import Draft, Drafter, Verified

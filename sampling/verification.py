@@ -15,6 +15,7 @@ from utils.bounds import RULES as NAMES
 from utils.decode.drafts import Draft
 from utils.decode.noise import Domain, Noise
 from utils.errors import UserError, check_choice
+from utils.logits_processor import one_thread
 
 Verify = Callable[..., tuple[int, int]]
 
@@ -32,6 +33,7 @@ class Rule:
     verify: Verify
     shares_noise: bool = False
 
+    @one_thread()
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
         """Verify k drafts by the target's distribution (k+1, V). `start` is the round's first position among new
         tokens.

@@ -6,7 +6,8 @@ temperature, top-k, top-p. Ties go to the lowest id. Probabilities are float64 (
 has no float64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar, Protocol
@@ -19,6 +20,19 @@ from utils.bounds import TEMPERATURE, TOP_P, WholeRange
 from utils.errors import UserError
 
 _NUCLEUS_PREFIX = 128  # most nuclei are smaller
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute in one thread in this block or function. Over a few rows of a vocabulary, waking other
+    threads takes longer than the work.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class LogitsProcessor(Protocol):
@@ -37,22 +51,29 @@ def max_logits(logits: Tensor) -> Tensor:
 
 
 def _check_finite(top: Tensor) -> Tensor:
-    # NaN and +inf propagate to the maximum; -inf is allowed as a mask unless it is the maximum.
-    if not all(map(isfinite, top.flatten().tolist())):
-        raise InvalidLogits(
-            "The model returned logits that are NaN or infinite, so no token can be sampled: try float32 or reload it."
-        )
+    _check_tops(top.flatten().tolist())
     return top
 
 
-def highest(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest entry (..., 1) of each row (..., V) and its id, the lowest of equal entries. NaN counts as larger."""
+def _check_tops(tops: Iterable[float]) -> None:
+    # NaN and +inf propagate to the maximum; -inf is allowed as a mask unless it is the maximum.
+    if not all(map(isfinite, tops)):
+        raise InvalidLogits(
+            "The model returned logits that are NaN or infinite, so no token can be sampled: try float32 or reload it."
+        )
+
+
+def highest(rows: Tensor) -> list[tuple[float, int]]:
+    """The largest entry of each row (k, V) and its id, the lowest of equal entries. NaN counts as larger."""
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
-        # Rows of vocabularies take NumPy a tenth of PyTorch's time.
-        ids = torch.from_numpy(rows.detach().numpy().argmax(axis=-1, keepdims=True))
-        return rows.gather(-1, ids), ids
-    tops, ids = rows.max(dim=-1, keepdim=True)
-    return tops, ids
+        # One operation of NumPy instead of several of PyTorch, each of which takes longer than the maximum.
+        values = rows.detach().numpy()
+        return [(float(row[token]), int(token)) for row, token in zip(values, values.argmax(axis=-1), strict=True)]
+    tops, ids = rows.max(dim=-1)
+    # In one transfer, because each makes the host wait for a GPU. Ids are exact in float32 as well, since no vocabulary
+    # has 2**24 of them; MPS has no float64.
+    exact = torch.float32 if rows.device.type == "mps" else torch.float64
+    return [(top, int(token)) for top, token in torch.stack((tops.to(exact), ids.to(exact)), dim=-1).tolist()]
 
 
 def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -75,6 +96,7 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count], ids[..., :count]
 
 
+@one_thread()
 def top_tokens(row: Tensor, count: int) -> list[int]:
     """Ids of the `count` largest entries of one row (V,), largest first, equal entries by the lowest id."""
     ids: list[int] = stable_topk(row, min(count, row.shape[-1]))[1].tolist()
@@ -133,9 +155,10 @@ def _scale(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def _one_hot(logits: Tensor) -> Tensor:
-    top, ids = highest(logits)
-    _check_finite(top)
-    return torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids, 1.0)
+    found = highest(logits.reshape(-1, logits.shape[-1]))
+    _check_tops(top for top, _ in found)
+    ids = torch.tensor([token for _, token in found], device=logits.device)
+    return torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids.view(*logits.shape[:-1], 1), 1.0)
 
 
 def _softmax(logits: Tensor, temperature: float) -> Tensor:

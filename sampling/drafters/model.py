@@ -1,4 +1,6 @@
-"""A model as a drafter."""
+"""A model as a drafter, and a chain of two drafters."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -6,9 +8,10 @@ from torch.nn.functional import pad
 
 from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.decoding import Decoding
-from utils.decode.drafts import NO_DRAFT, Draft, DraftEvidence, Verified, matching_prefix
+from utils.decode.drafts import NO_DRAFT, Draft, Drafter, DraftEvidence, Verified, matching_prefix
 from utils.decode.noise import Domain
 from utils.decode.session import Session
+from utils.logits_processor import one_thread
 
 
 class ModelDrafter:
@@ -83,12 +86,14 @@ class ModelDrafter:
         evidence = DraftEvidence(logits=seen) if self._observed else None
         return Draft(tokens, self._probs(rows), computed - len(tokens), evidence=evidence)
 
+    @one_thread()
     def _confidence(self, context: list[int], logits: Tensor) -> float:
         """How likely the draft after this context is to be accepted: the highest probability of its logits (1, V) at
         temperature 1. It must not depend on the token that is drawn.
         """
         return float(torch.softmax(logits, dim=-1).max().item())
 
+    @one_thread()
     def _probs(self, rows: list[Tensor]) -> Tensor | None:
         """q as (k, V). None if the drafts share the target's noise: accepting by p/q on top of that would be biased."""
         if self._shares_noise or not rows:
@@ -109,3 +114,30 @@ class ModelDrafter:
             self._adaptive.learn(buckets, matching_prefix(tokens, text), computed)
             self._round = None
         self._session.rewind(len(context) - 1)
+
+
+class ChainDrafter:
+    """Drafts with a first drafter, and with a second one if the first has no drafts.
+
+    The first one usually costs almost nothing. `kinds` are their names, which label drafts.
+
+    The choice depends on the text so far alone, so no verification rule is biased.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, *, kinds: tuple[str, str] = ("", "")) -> None:
+        self._first, self._second, self._kinds = first, second, kinds
+
+    def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._first.begin(prompt, context)
+        self._second.begin(prompt, context)
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self._first.propose(context, count)
+        if draft.tokens:
+            return replace(draft, kind=self._kinds[0])
+        return replace(self._second.propose(context, count), kind=self._kinds[1])
+
+    def commit(self, context: list[int], verified: Verified) -> None:
+        # Both, whichever drafted: each keeps a cache or a storage of the whole text.
+        self._first.commit(context, verified)
+        self._second.commit(context, verified)

@@ -21,7 +21,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(
     assert [(row["strategy"], row["settings"]["gamma"]) for row in records_of(file)] == [
         (name, gamma) for gamma in ("auto", 2) for name in ("speculative", "ngram", "target")
     ]
-    assert records_of(file)[0]["drafter_kind"] == "layers:1"
+    assert records_of(file)[0]["drafter_kind"] == "chain"
     assert all(row["same_as_baseline"] for row in records_of(file))
 
 

@@ -32,9 +32,9 @@ def run(make, rule, size, length, noise):
     return speculative_steps([START], drafter, session(target), plan, gamma=GAMMA, rule=RULES[rule])
 
 
-def adaptive(plan, target, kind=ModelDrafter, model=None):
+def adaptive(plan, target, kind=ModelDrafter, model=None, gamma=None):
     size = target.config.vocab_size
-    return kind(session(model or toy(2, size)), plan, size, adaptive=AdaptiveGamma(COSTS, 0.1))
+    return kind(session(model or toy(2, size)), plan, size, adaptive=gamma or AdaptiveGamma(COSTS, 0.1))
 
 
 def bounded(plan, target):
@@ -50,6 +50,14 @@ def adaptive_opposed(plan, target):
 
 def suffix_chain(plan, target):
     return ChainDrafter(MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(COSTS)), adaptive(plan, target))
+
+
+def rival_chain(plan, target):
+    """Each round belongs to the drafter that has gained more in earlier ones."""
+    costs = Costs((0.1, 0.15, 0.2, 0.25))
+    rival = AdaptiveGamma(costs, 0.45)
+    first = MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(costs, rival=rival))
+    return ChainDrafter(first, adaptive(plan, target, gamma=rival), kinds=("suffix", "model"))
 
 
 def lookup_chain(plan, target):
@@ -82,7 +90,7 @@ def error(make, rule, size, length):
         pytest.param("block", *SIZES[0], marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("make", [adaptive, bounded, adaptive_opposed, suffix_chain, lookup_chain])
+@pytest.mark.parametrize("make", [adaptive, bounded, adaptive_opposed, suffix_chain, rival_chain, lookup_chain])
 def test_text_follows_the_targets_distribution(make, size, length, rule):
     assert error(make, rule, size, length) < 1e-12
 
@@ -100,6 +108,21 @@ def test_the_number_of_drafts_varies(size, length):
     for seed in range(100):
         seen |= {len(step.drafted) for step in run(adaptive, "rejection", size, length, Noise(seed))}
     assert seen == {*range(length)}
+
+
+def test_both_drafters_of_a_chain_have_rounds(monkeypatch):
+    """Otherwise the tests above would only cover one of them."""
+    seen, propose = set(), ChainDrafter.propose
+
+    def recorded(self, context, count):
+        draft = propose(self, context, count)
+        seen.add((draft.kind, bool(draft.tokens)))
+        return draft
+
+    monkeypatch.setattr(ChainDrafter, "propose", recorded)
+    for seed in range(100):
+        list(run(rival_chain, "rejection", 2, 4, Noise(seed)))
+    assert {("suffix", True), ("model", True), ("model", False)} <= seen
 
 
 @pytest.mark.parametrize("shares", [False, True])

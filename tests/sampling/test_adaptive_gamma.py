@@ -244,6 +244,25 @@ def test_drafters_of_a_chain_share_the_throughput_estimate():
     assert first.rate == alone.rate
 
 
+def test_drafts_of_a_chain_are_worth_more_than_those_of_the_other_drafter() -> None:
+    rival, positions = AdaptiveGamma(EXPENSIVE, 0.1), [("position", place) for place in range(8)]
+    first, alone = AdaptiveGamma(EXPENSIVE, rival=rival), AdaptiveGamma(EXPENSIVE)
+
+    def expected() -> float:
+        return max(value(rival, positions[:count]) for count in range(9))
+
+    seen = set[bool]()
+    for accepted in (4, 4, 4, 0, 0, 0, 0, 0, 0):  # of the other drafter's last round
+        rival.learn(positions[:4], accepted)
+        for buckets in product(matches(1, 2, 4), repeat=4):
+            count = alone.best(buckets)
+            yields = value(alone, buckets[:count]) <= expected()
+            assert first.best(buckets) == (0 if yields else count)
+            if count:
+                seen.add(yields)
+    assert seen == {False, True}
+
+
 def test_an_unused_drafter_learns_nothing():
     target, plan, recorder = (
         tiny_llama(vocab_size=8),

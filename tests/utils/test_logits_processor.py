@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from utils.decode.decoding import Decoding
 from utils.decode.noise import Noise
 from utils.errors import UserError
 from utils.logits_processor import (
@@ -97,11 +98,30 @@ def test_invalid_rows_raise(processor, bad: float) -> None:
 def test_the_highest_entry_is_that_of_a_list(dtype, rows) -> None:
     """The first one of equal entries, and NaN before all numbers."""
     if rows:
-        tops, ids = highest(torch.tensor(rows, dtype=dtype)[:, 1:])
+        tops, ids = zip(*highest(torch.tensor(rows, dtype=dtype)[:, 1:]), strict=True)
         found = [[(math.isnan(value), math.isnan(value) or value) for value in row[1:]] for row in rows]
         expected = [own.index(max(own)) for own in found]
-        assert ids[:, 0].tolist() == expected
-        assert str(tops[:, 0].tolist()) == str([row[1 + index] for row, index in zip(rows, expected, strict=True)])
+        assert list(ids) == expected
+        assert str(list(tops)) == str([row[1 + index] for row, index in zip(rows, expected, strict=True)])
+
+
+def test_one_thread_is_used_in_the_block_alone() -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+
+    class Seen(GreedyProcessor):
+        def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return super().__call__(logits)
+
+    try:
+        torch.set_num_threads(2)
+        decoding = Decoding.of(Seen(), 4, end_ids=None, seed=0)
+        decoding.probs(torch.zeros(1, 6), "model")
+        with pytest.raises(UserError):
+            decoding.probs(torch.full((1, 6), math.nan), "model")
+        assert seen == [1, 1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("processor", ALL, ids=str)

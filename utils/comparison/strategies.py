@@ -33,7 +33,7 @@ from utils.pairs.drafter_kinds import (
     drafter_label,
 )
 from utils.pairs.pair import Pair
-from utils.pairs.request import LOADED
+from utils.pairs.request import CHAIN, LOADED
 from utils.prompts.conversation import Turns
 
 
@@ -218,7 +218,7 @@ class Strategy:
         return replace(
             self,
             name=self.name if alone else f"{self.name} {label}",
-            title=self.title if word == LOADED and alone else f"{self.title}, {label}",
+            title=self.title if word in (LOADED, CHAIN) and alone else f"{self.title}, {label}",
             steps=lambda job: self.steps(replace(job, drafter=word)),
             kind=kind,
             word=word,

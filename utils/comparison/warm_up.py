@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from random import Random
 from statistics import median
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from utils.comparison.harness import Harness
 from utils.comparison.strategies import Job
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
-from utils.decode.model_info import context_length
+from utils.decode.model_info import context_length, vocabulary_size
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
@@ -27,6 +28,7 @@ SHORT_PROMPT = 32
 READING_SECONDS = 0.4  # time limit for reading a longer prompt
 WARM_UP_TOKENS = 4
 PROMPT = [0, 0, 0, 0]  # ids that every vocabulary has
+FEW_IDS = 4  # so few that a short text has matches
 
 
 class DraftSeconds(NamedTuple):
@@ -112,12 +114,16 @@ def _timed_drafts(job: Job, length: int) -> tuple[float, float]:
     """
     bounds = [context_length(model) for model in (job.pair.target, job.pair.drafter) if model is not None]
     length = max(1, min([length, *(bound - 2 * TIMED_ROUNDS for bound in bounds if bound is not None)]))
-    job = replace(job, prompt=PROMPT[:1] * length)
-    built = drafter_kind(job.drafter).build(job.drafter_inputs(shares_noise=RULES[job.settings.verify].shares_noise))
+    kind = drafter_kind(job.drafter)
+    tokens = PROMPT[:1] * (length + TIMED_ROUNDS)
+    if not kind.has_probs:  # they index the text, and one that repeats a single token takes them many times as long
+        tokens = Random(0).choices(range(min(FEW_IDS, vocabulary_size(job.pair.target))), k=len(tokens))
+    job = replace(job, prompt=tokens[:length])
+    built = kind.build(job.drafter_inputs(shares_noise=RULES[job.settings.verify].shares_noise))
     context, watch = built.target.begin(job.prompt), Stopwatch()
     logits = built.target.feed(context[:1], keep=1)
     features, name = built.target.take_features(), built.target.name
-    text = FinishedText(job.prompt, context, PROMPT[:1] * TIMED_ROUNDS, logits, features, name, None)
+    text = FinishedText(job.prompt, context, tokens[length:], logits, features, name, None)
     timings: list[RoundTiming] = []
     for _ in drafts_along(text, TimedDrafter(built.drafter, watch), TIMED_DRAFTS):
         timings.append(watch.read(0))

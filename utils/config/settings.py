@@ -43,7 +43,7 @@ from utils.config.value_types import (
 )
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
-from utils.pairs.request import LOADED
+from utils.pairs.request import CHAIN
 from utils.text import encodable
 
 
@@ -106,25 +106,27 @@ class Settings:
         "maximum drafts per round, 0 to 63",
         text="The maximum number of tokens that are drafted before the target verifies them. With auto, every round "
         "drafts as many tokens as have the highest expected throughput, given the acceptance so far and the costs of "
-        "drafting and verifying in the present context. It drafts nothing where a run could lose more than about 2 % "
+        "drafting and verifying in the present context. It drafts nothing where a run could lose more than about 3 % "
         "of its time, and a drafter that is not used does not read the prompt.",
         example=("4",),
         forms={"N": "0 to 63; 0: no drafts", "auto": "as many as are likely to pay"},
         rank=1,
     )
     drafter_kind: tuple[str, ...] = _setting(
-        (LOADED,),
+        (CHAIN,),
         DRAFTER_KINDS,
         "drafting",
         "what drafts; several kinds are compared",
-        text="What drafts for the strategy speculative. Several kinds are run one after the other.",
+        text="What drafts for the strategy speculative. Several kinds are run one after the other. The default, chain, "
+        "drafts what followed earlier in the texts where that is expected to gain more, and otherwise asks the drafter "
+        "of the pair. /race with 'chain loaded' shows what the matches bring.",
         example=("loaded suffix",),
         forms={
             "loaded": "the drafter of the pair",
             "layers:K": "the first K layers of the target",
             "lookup": "prompt lookup",
             "suffix": "a suffix automaton of the texts",
-            "chain": "suffix, then the drafter of the pair",
+            "chain": "matches of suffix, or the drafter of the pair",
         },
         rank=2,
     )

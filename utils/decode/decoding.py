@@ -16,7 +16,7 @@ from utils.bounds import WholeRange
 from utils.decode.noise import Noise, resolve_seed
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
-from utils.logits_processor import GreedyProcessor, InvalidLogits, LogitsProcessor
+from utils.logits_processor import GreedyProcessor, InvalidLogits, LogitsProcessor, one_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Decoding:
         """The processed distribution (..., V). Raises UserError, with the model's name, if the logits are not
         usable.
         """
-        with naming(name):
+        with naming(name), one_thread():
             return self.processor(logits)
 
     def length_limit(self, room: int | None) -> int:

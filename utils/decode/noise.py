@@ -77,7 +77,7 @@ class Noise:
         A row is drawn from only when its token is requested. One-hot rows need no noise and leave the device in one
         transfer.
         """
-        for row, (top, token) in enumerate(_likeliest(weights)):
+        for row, (top, token) in enumerate(highest(weights)):
             yield token if top == 1.0 else self._exponential_race(weights[row], start + row)
 
     def _exponential_race(self, weights: Tensor, position: int) -> int:
@@ -94,7 +94,7 @@ class Noise:
 
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
         """A token id drawn from a distribution, or a residual of one, (V,), by inversion, with draft-side noise."""
-        top, likeliest = _likeliest(weights[None])[0]
+        top, likeliest = highest(weights[None])[0]
         if top == 1.0:  # one-hot: no noise needed
             return likeliest
         # Summed on the host, in one order for all devices. A residual sums to less than 1: scale u instead.
@@ -108,15 +108,6 @@ class Noise:
         counter = np.array([0, position, self.turn, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
-
-
-def _likeliest(weights: Tensor) -> list[tuple[float, int]]:
-    """The highest weight of each row (k, V) and its id, in one transfer: each makes the host wait for a GPU."""
-    tops, ids = (part[:, 0] for part in highest(weights))
-    # Ids are exact in float32 as well, since no vocabulary has 2**24 of them. MPS has no float64.
-    exact = torch.float32 if weights.device.type == "mps" else torch.float64
-    pairs = torch.stack((tops.to(exact), ids.to(exact)), dim=-1).tolist()
-    return [(top, int(token)) for top, token in pairs]
 
 
 def _race_winner(raw: np.ndarray, weights: np.ndarray) -> int:

@@ -39,6 +39,7 @@ from utils.drafter_formats.target_parts import (
 from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, DraftSpec, JoinedInput, LayerSpec, Linear, Norm
 from utils.engine.read_decoder import STATIC_ROPES, rotary_table
 from utils.errors import UserError
+from utils.logits_processor import one_thread
 from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
 
 # Names in other layouts, and those of speculators.
@@ -136,7 +137,8 @@ class Eagle3(StepwiseDrafter):
         if self.compiled is None:
             return super().add_entries(states, tokens, first, cache)
         state, drafted = self.compiled(states, tokens, first, cache)
-        return state, cast(DraftHead, self.lm_head).over_target(drafted)
+        with one_thread():
+            return state, cast(DraftHead, self.lm_head).over_target(drafted)
 
     def logits(self, state: Tensor) -> Tensor:
         return cast(DraftHead, self.lm_head).over_target(self.drafted_logits(state))
@@ -207,8 +209,7 @@ class Eagle3(StepwiseDrafter):
         )
 
     def feedback(self, state: Tensor) -> Tensor:
-        normed: Tensor = self.norm(state)
-        return normed if self.conventions.norm_output else state
+        return cast(Tensor, self.norm(state)) if self.conventions.norm_output else state
 
 
 def _norm(norm: Any) -> Norm:

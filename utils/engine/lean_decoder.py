@@ -42,7 +42,9 @@ class RotaryTables:
             self._length = max(2 * self._length, -(-positions.stop // TABLE_STEP) * TABLE_STEP)
             every = torch.arange(self._length)
             self._tables = [rope(every) for rope in self._spec.ropes]
-        return [tuple(part[positions].repeat(batch, 1) for part in table) for table in self._tables]  # type: ignore[misc]
+        if batch == 1:
+            return [(cos[positions], sin[positions]) for cos, sin in self._tables]
+        return [(cos[positions].repeat(batch, 1), sin[positions].repeat(batch, 1)) for cos, sin in self._tables]
 
 
 class LeanDecoder:

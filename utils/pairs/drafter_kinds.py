@@ -25,7 +25,10 @@ from utils.errors import UserError
 from utils.metrics.costs import Costs
 from utils.models.feature_drafter import BlockDrafter, FeatureDrafter, StepwiseDrafter
 from utils.pairs.pair import Pair
-from utils.pairs.request import LAYERS, LOADED
+from utils.pairs.request import CHAIN, LAYERS, LOADED
+
+# With a fixed gamma nothing weighs a match against the drafter, which is right more often than shorter matches are.
+CHAINED_MATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +195,27 @@ def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
 
 
 def _suffix_drafter(
-    inputs: DrafterInputs, throughput: ThroughputEstimate | None = None, rival: AdaptiveGamma | None = None
+    inputs: DrafterInputs,
+    throughput: ThroughputEstimate | None = None,
+    *,
+    shortest: int = 1,
+    rival: AdaptiveGamma | None = None,
 ) -> MatchDrafter:
     texts = inputs.caches.texts
     # An automaton cannot forget its oldest text, so a too large one is replaced by an empty one.
     if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
         texts[inputs.kind] = SuffixAutomaton()
     adaptive = inputs.adaptive("suffix", throughput, rival=rival)
-    return MatchDrafter(texts[inputs.kind], adaptive=adaptive, observed=inputs.observed)
+    return MatchDrafter(texts[inputs.kind], shortest=shortest, adaptive=adaptive, observed=inputs.observed)
 
 
 def _chain(inputs: DrafterInputs) -> BuiltDrafter:
     # One estimate for both drafters, because each round belongs to one of them.
-    throughput = ThroughputEstimate()
+    throughput = None if inputs.costs is None else ThroughputEstimate()
     second = _loaded(inputs, throughput)
     kinds = ("suffix", inputs.pair.drafter_kind or "")
-    first = _suffix_drafter(inputs, throughput, rival=second.adaptive)
+    shortest = CHAINED_MATCH if inputs.costs is None else 1
+    first = _suffix_drafter(inputs, throughput, shortest=shortest, rival=second.adaptive)
     drafter = ChainDrafter(first, second.drafter, kinds=kinds)
     # One of them is chosen once per round, so drafts cannot be chained token by token.
     replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND
@@ -233,7 +241,7 @@ DRAFTER_KINDS = (
     DrafterKind(f"{LAYERS}K", _cut, has_probs=True, cuts_target=True),
     DrafterKind("lookup", _lookup),
     DrafterKind("suffix", _suffix, keeps_texts=True),
-    DrafterKind("chain", _chain, has_probs=True, uses_loaded=True, keeps_texts=True, parts=("suffix", LOADED)),
+    DrafterKind(CHAIN, _chain, has_probs=True, uses_loaded=True, keeps_texts=True, parts=("suffix", LOADED)),
 )
 
 
@@ -250,7 +258,7 @@ def drafter_label(word: str, pair: Pair) -> str | None:
 
 def surviving_kinds(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words of /drafter_kind that still make sense after loading another pair, or the default."""
-    return tuple(word for word in words if not drafter_kind(word).cuts_target) or (LOADED,)
+    return tuple(word for word in words if not drafter_kind(word).cuts_target) or (CHAIN,)
 
 
 def drafter_alone(inputs: DrafterInputs) -> Session:

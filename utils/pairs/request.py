@@ -16,12 +16,13 @@ from utils.text import split_words
 
 # Names of drafter kinds, see drafter_kinds.
 LOADED = "loaded"  # the drafter that the pair was loaded with
+CHAIN = "chain"  # matches in the text where they are expected to gain more, and the loaded drafter otherwise
 MODEL = "model"  # the kind of a loaded drafter model
 LAYERS = "layers:"
 EMBEDDED = "embedded"  # the target that needs no download from a hub
 PARD = "PARD"  # a model that drafts blocks
 HEAD = "head"  # the draft head of the embedded target
-DRAFTERS = (LOADED, f"{LAYERS}K", "lookup", "suffix", "chain")  # a name that ends in ":K" takes a number
+DRAFTERS = (LOADED, f"{LAYERS}K", "lookup", "suffix", CHAIN)  # a name that ends in ":K" takes a number
 MTP = "mtp"  # the layers for multi-token prediction in the target's own files
 CHOICES = {
     "dtype": ("auto", *DTYPES),

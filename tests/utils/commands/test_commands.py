@@ -40,7 +40,7 @@ def test_default_settings() -> None:
         "drafter": False,
         "beams": 0,
         "gamma": "auto",
-        "drafter_kind": "loaded",
+        "drafter_kind": "chain",
         "costs": "measure",
         "length": 128,
         "processor": "greedy",

@@ -136,7 +136,7 @@ def test_storages_kept_between_prompts_are_named(view: Screen, tmp_path: Path) -
     file = recorded(view, tmp_path, "/length 14", "/reset_in_between off", "a b a b", "a b a b")
     rows, conclusion = replayed(view, file)
     assert [row["first_difference"] for row in rows] == [None] * 6
-    assert f"{compare.KEPT_STORAGE} (2 of 6 comparisons)" in conclusion
+    assert f"{compare.KEPT_STORAGE} (4 of 6 comparisons)" in conclusion
     assert rows[4]["accepted"][0] != rows[4]["accepted"][1], "the second time the storage held the answer"
 
 

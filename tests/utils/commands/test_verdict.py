@@ -101,6 +101,7 @@ def test_settings_that_are_in_use_are_not_proposed(
     Runs(monkeypatch, helpful)
     monkeypatch.setattr(measurement, "MOST_PASSES", 1)
     session = session_of(view, tmp_path)
+    session.handle("/drafter_kind loaded")
     path = prompts_file(tmp_path, TEXTS)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
     assert bool(row["commands"]) == (row["gamma"] is not None) == ("/verdict apply" in shown)

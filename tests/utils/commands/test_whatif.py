@@ -21,19 +21,33 @@ from utils.repl.repl_session import Verdict
 def test_every_gamma_is_shown_and_recorded(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     session = open_session(view, records=file)
-    for line in ("/length 12", "/gamma 3", "Hello there", "/drafter_kind loaded suffix", "/whatif"):
+    for line in (
+        "/length 12",
+        "/gamma 3",
+        "/drafter_kind loaded chain",
+        "Hello there",
+        "/drafter_kind loaded chain suffix",
+        "/whatif",
+    ):
         assert session.handle(line) is Verdict.DONE, view.take()
     shown = view.take()[0]
     runs, report = records_of(file)[:-1], records_of(file)[-1]
     rows = {(row["drafter"], row["gamma"]): row for row in report["findings"]}
-    assert set(rows) == {(name, gamma) for name in ("model", "suffix", "ngram") for gamma in (*range(17), None)}
+    assert set(rows) == {
+        (name, gamma) for name in ("model", "chain", "suffix", "ngram") for gamma in (*range(17), None)
+    }
     for run in runs:
-        if run["strategy"] in ("speculative", "ngram"):
+        if run["strategy"] != "target":
             row = rows[run["drafter_kind"], 3]
             names = ("rounds", "drafted", "accepted", "tokens_per_target_forward")
             assert [row[name] for name in names] == [run[name] for name in names]
     assert EXACT in shown
-    assert {row["strategy"] for row in rows.values()} == {"speculative model", "speculative suffix", "ngram"}
+    assert {row["strategy"] for row in rows.values()} == {
+        "speculative model",
+        "speculative chain",
+        "speculative suffix",
+        "ngram",
+    }
     assert all(row["exact"] and row["speedup"] > 0 for row in rows.values())
     assert rows["model", 0]["speedup"] == pytest.approx(1)
 
@@ -85,7 +99,7 @@ def test_under_rules_with_their_own_noise_it_is_an_estimate(view: Screen, tmp_pa
     for line in ("/processor multinomial 1", "/length 12", "Hello", "/whatif"):
         session.handle(line)
     assert ESTIMATE in view.take()[0]
-    assert {row["drafter"]: row["exact"] for row in records_of(file)[-1]["findings"]} == {"model": False, "ngram": True}
+    assert {row["drafter"]: row["exact"] for row in records_of(file)[-1]["findings"]} == {"chain": False, "ngram": True}
     session.handle("/verify coupled")
     session.handle("Hello")
     session.handle("/whatif")

@@ -2,10 +2,13 @@
 per kind.
 """
 
+from dataclasses import replace
+
 import pytest
 from fakes import Screen, checked, open_session, records_of, tiny_pair
 from tiny import tiny_head
 
+from ngram_assisted import LongestMatch, SuffixAutomaton
 from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.warm_up import draft_seconds
 from utils.config.settings import as_json
@@ -55,12 +58,12 @@ def test_a_single_kind_keeps_the_name_of_the_strategy(view: Screen, pair, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "nearest"), [("", "loaded"), ("sufix", "suffix"), ("suffix sufix", "suffix"), ("layers:0", "layers:K")]
+    ("words", "nearest"), [("", "chain"), ("sufix", "suffix"), ("suffix sufix", "suffix"), ("layers:0", "layers:K")]
 )
 def test_invalid_words_leave_the_setting_alone(view: Screen, pair, words, nearest):
     session = open_session(view, pair)
     assert session.handle(f"/drafter_kind {words}") is (Verdict.FAILED if words else Verdict.DONE)
-    assert nearest in "".join(view.take()) and session.settings.drafter_kind == ("loaded",)
+    assert nearest in "".join(view.take()) and session.settings.drafter_kind == ("chain",)
 
 
 def test_kinds_that_the_pair_does_not_have_leave_the_setting_alone(view: Screen, pair):
@@ -68,7 +71,7 @@ def test_kinds_that_the_pair_does_not_have_leave_the_setting_alone(view: Screen,
     view.take()
     assert session.handle("/drafter_kind suffix layers:9") is Verdict.FAILED
     shown = "".join(view.take())  # it is refused before the other kind is measured
-    assert "1..3" in shown and "measuring" not in shown and session.settings.drafter_kind == ("loaded",)
+    assert "1..3" in shown and "measuring" not in shown and session.settings.drafter_kind == ("chain",)
 
 
 def test_without_a_loaded_drafter_the_other_kinds_draft(view: Screen, tmp_path):
@@ -93,13 +96,13 @@ def test_earlier_texts_are_forgotten_between_prompts_unless_reset_is_off(view: S
 def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pair, tmp_path):
     file = tmp_path / "runs.jsonl"
     # The fakes have a decode step of a millisecond.
-    times = iter([0.5e-3, 0.25e-3, 0.125e-3, 0.75e-3])
+    times = iter([0.125e-3, 0.5e-3, 0.25e-3, 0.375e-3, 0.75e-3, 0.625e-3])
     session = open_session(view, pair, file, draft_seconds=lambda job: next(times))
-    assert session.settings.costs.draft == (("head", 0.5),)
+    assert session.settings.costs.draft == (("suffix", 0.125), ("head", 0.5))
     session.handle("/costs measure")
-    assert session.settings.costs.draft == (("head", 0.25),)
-    session.handle("/drafter_kind loaded suffix")
-    assert session.settings.costs.draft == (("head", 0.25), ("suffix", 0.125))
+    assert session.settings.costs.draft == (("suffix", 0.25), ("head", 0.375))
+    session.handle("/drafter_kind loaded layers:2")
+    assert session.settings.costs.draft == (("suffix", 0.25), ("head", 0.375), ("layers:2", 0.75))
     table = as_json(session.settings)["costs"]
     session.handle("/costs verify 0.5 0.75; head 0.1; suffix 0")
     assert session.settings.costs == Costs((0.5, 0.75), (("head", 0.1), ("suffix", 0.0)))
@@ -112,6 +115,24 @@ def test_costs_are_measured_per_kind_and_stored_in_the_settings(view: Screen, pa
     assert "k=1: 0.50, 2: 0.25" in shown and "verify 0.5" not in shown
     session.handle(f"/costs {table}")
     assert as_json(session.settings)["costs"] == table == checked(session, file, "/length 3", "Hi")["settings"]["costs"]
+
+
+@pytest.mark.parametrize(("kind", "index"), [("suffix", SuffixAutomaton), ("lookup", LongestMatch)])
+def test_an_index_is_measured_on_a_text_with_short_matches(view: Screen, monkeypatch, kind, index):
+    """In a text of one token every position matches all others, which takes an automaton square time."""
+    texts, lengths, extend, drafts = [], [], index.extend, index.drafts
+    monkeypatch.setattr(index, "extend", lambda self, tokens: (texts.append(list(tokens)), extend(self, tokens))[1])
+
+    def recorded(self, count):
+        found = drafts(self, count)
+        lengths.append(found[0].length if found else 0)
+        return found
+
+    monkeypatch.setattr(index, "drafts", recorded)
+    session = open_session(view, tiny_pair(max_position_embeddings=2048))
+    job = replace(session.harness.job([0], replace(session.settings, gamma=8, length=16)), drafter=kind)
+    assert draft_seconds(job, 1024).draft > 0
+    assert max(map(len, texts)) == 1024 and 0 < max(lengths) < 16
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_malformed_number_is_refused_with_the_form(number: str) -> None:
 
 def test_cuts_of_the_old_target_do_not_survive_load() -> None:
     assert surviving_kinds(("layers:4", "suffix", "loaded")) == ("suffix", "loaded")
-    assert surviving_kinds(("layers:4",)) == ("loaded",)
+    assert surviving_kinds(("layers:4",)) == ("chain",)
 
 
 def test_records_and_costs_name_the_kind_of_the_loaded_drafter() -> None:

@@ -243,7 +243,7 @@ def test_whatif_predicts_the_rounds_of_the_last_turn(view: Screen, tmp_path: Pat
         "/why",
     )
     findings = {(row["drafter"], row["gamma"]): row for row in records_of(file)[-2]["findings"]}
-    for name, label in (("speculative", "model"), ("ngram", "ngram")):
+    for name, label in (("speculative", "chain"), ("ngram", "ngram")):
         run = by_name(file, "And why?")[name]
         assert [findings[label, 3][field] for field in ("rounds", "drafted", "accepted")] == [
             run[field] for field in ("rounds", "drafted", "accepted")

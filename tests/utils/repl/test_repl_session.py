@@ -126,7 +126,7 @@ def test_records_match_the_runs(view: Screen, tmp_path: Path) -> None:
         ) == len(expected)
         assert sum(accepted for accepted, _ in row["accepted_by_position"]) == row["accepted"]
         assert row["speedup_vs_baseline"] == pytest.approx(row["tokens_per_second"] / target["tokens_per_second"])
-    assert (speculative["drafter_kind"], ngram["drafter_kind"]) == ("model", "ngram")
+    assert (speculative["drafter_kind"], ngram["drafter_kind"]) == ("chain", "ngram")
 
 
 def test_without_the_target_nothing_is_compared(view: Screen, tmp_path: Path) -> None:

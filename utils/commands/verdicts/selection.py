@@ -40,7 +40,7 @@ from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.results import Clock, Generation
 from utils.pairs.pair import Pair
-from utils.pairs.request import HEAD, LAYERS, LOADED, MODEL, MTP
+from utils.pairs.request import CHAIN, HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
 from utils.servers.processes.flags import Speculation, settings_elsewhere
 from utils.text import encodable, first_of
@@ -50,7 +50,6 @@ REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt 
 TRIED = 3  # maximum number of candidates that are run
 WORTH_TRYING = 0.8  # minimum prediction, relative to the best one
 FIXED_GAMMA_PENALTY = 0.05
-CHAIN = "chain"
 NAMES = {  # in the order of the replay
     MODEL: "the drafter model",
     HEAD: "the head",
@@ -244,7 +243,7 @@ class DrafterSelection:
         loaded = (LOADED, CHAIN) if self.harness.pair.drafter is not None else ()
         words: list[str] = []
         for word in dict.fromkeys((*loaded, *self.settings.drafter_kind, *WITHOUT_DRAFTER)):
-            if word == LOADED and not loaded:
+            if word in (LOADED, CHAIN) and not loaded:
                 continue
             try:
                 self.settings = with_costs(self.harness, replace(self.settings, drafter_kind=(word,)))
