@@ -119,7 +119,7 @@ def lines_for(
 def given_prompts(arguments: argparse.Namespace) -> list[str]:
     """The prompts of the command line and of --prompts. Raises UserError for a file that cannot be read."""
     if arguments.verdict not in (None, "", "builtin"):
-        list(read_prompts(Path(arguments.verdict)))  # read again by /verdict; an error must not wait for the models
+        read_prompts(Path(arguments.verdict))  # read again by /verdict; an error must not wait for the models
     texts = [arguments.prompt] if arguments.prompt is not None else []
     return texts + ([prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else [])
 

@@ -5,10 +5,12 @@ visible symbols before anything is shown.
 """
 
 import re
-import sys
+import shlex
 from typing import Any
 
 from rich.filesize import decimal
+
+from utils.errors import UserError
 
 QUOTES = '"""'  # around a prompt that is sent exactly as it is
 _BROKEN = "\ufffd"
@@ -22,8 +24,7 @@ _UNSAFE: dict[int, str] = (
     | dict.fromkeys(range(55296, 57344), _BROKEN)  # lone surrogates cannot be encoded
     | dict.fromkeys((0xFFFE, 0xFFFF), _BROKEN)  # not characters, and not allowed in XML
 )
-_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-_SHORT_ESCAPES = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
+_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
 
 
 def visible(text: str) -> str:
@@ -37,6 +38,14 @@ def quoted_text(line: str) -> str | None:
     if len(block) < 2 * len(QUOTES) or not (block.startswith(QUOTES) and block.endswith(QUOTES)):
         return None
     return block.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+def split_words(text: str) -> list[str]:
+    """Words that may be quoted as in a shell. Raises UserError for unclosed quotation marks."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError("a quotation mark is not closed.") from error
 
 
 def byte_size(size: int) -> str:
@@ -65,30 +74,17 @@ def escaped(text: str) -> str:
     The backslash, all control characters and separators, and lone surrogates become escapes as in Python. So do blanks
     at the ends, which editors remove.
     """
-    core = text.strip(" ")
-    start = len(text) - len(text.lstrip(" "))
-    if not core:
-        return r"\x20" * len(text)
-    inner = "".join(_escape(character) for character in core)
-    return r"\x20" * start + inner + r"\x20" * (len(text) - start - len(core))
+    characters = (one if one.isprintable() and one != "\\" else _escape(one) for one in text)
+    return re.sub("^ +| +$", lambda blanks: r"\x20" * len(blanks[0]), "".join(characters))
 
 
 def _escape(character: str) -> str:
-    printable = character.isprintable() and character != "\\"
-    return character if printable else character.encode("unicode_escape").decode("ascii")
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def unescaped(line: str) -> str:
     """The inverse of `escaped`. A backslash that begins no escape is kept."""
-    return _ESCAPE.sub(_unescape, line)
-
-
-def _unescape(escape: re.Match[str]) -> str:
-    code = escape[0][1:]
-    if code in _SHORT_ESCAPES:
-        return _SHORT_ESCAPES[code]
-    number = int(code[1:], 16)
-    return chr(number) if number <= sys.maxunicode else escape[0]
+    return _ESCAPE.sub(lambda escape: escape[0].encode("ascii").decode("unicode_escape"), line)
 
 
 def encodable(text: str) -> str:

@@ -10,7 +10,7 @@ from utils.errors import UserError
 from utils.servers.address import (
     REMOVED,
     ServerAddress,
-    check_baselines,
+    checked,
     key_headers,
     other_machine,
     server_address,
@@ -86,10 +86,10 @@ def test_machines_are_the_same_by_their_host_or_because_the_user_says_so() -> No
     for ours, theirs in ((replace(there, same="here"), here), (there, replace(here, same="there"))):
         assert not other_machine(ours, theirs) and not other_machine(theirs, ours)
     assert not other_machine(replace(there, same="target"), None)
-    named = check_baselines((here, replace(there, same="here")))
+    named = checked((here, replace(there, same="here")))
     assert without_server(named, "here") == (there,)
     with pytest.raises(UserError, match="same 'her' is unknown"):
-        check_baselines((here, replace(there, same="her")))
+        checked((here, replace(there, same="her")))
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "two words", "a\nX-Other: 1", "schl\u00fcssel"])

@@ -11,7 +11,6 @@ import pytest
 from servers.loopback import Faults, Loopback
 
 from utils.decode.steps import FinishReason
-from utils.errors import UserError
 from utils.servers.address import ServerAddress
 from utils.servers.client import MAX_LINE, AnswerStream, ServerClient
 from utils.servers.kinds import recognise
@@ -89,8 +88,6 @@ def test_token_ids_and_chats_as_prompts(server: Loopback) -> None:
     sent = server.posts()[-1]
     assert sent.path == "/v1/chat/completions" and sent.body["messages"] == list(messages)
     assert chat.finish is FinishReason.STOP and chat.text.count(" w") == 2
-    with pytest.raises(UserError, match="token ids"):
-        complete(server, ServerRequest((5,), 3))
 
 
 def test_arrivals_are_those_of_the_pieces(server: Loopback) -> None:

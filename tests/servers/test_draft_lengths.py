@@ -21,7 +21,6 @@ from utils.commands.servers.load_figures import (
     draft_schedule,
     load_rows,
     load_settings,
-    load_tables,
 )
 from utils.comparison.records import Finding
 from utils.decode.steps import FinishReason
@@ -76,7 +75,7 @@ def test_lengths_are_compared_at_every_load(
     assert all(row["speedup"] == pytest.approx(3) and row["fastest"] and row["advised"] for row in rows[1::2])
     assert "1 at once: draft=2 is the fastest, " in record["conclusion"][0]
     shown = "".join(view.take())
-    assert "tokens/s by load and draft length" in shown and '"num_speculative_tokens": 2' in shown
+    assert '"num_speculative_tokens": 2' in shown
     requests = [row for row in records_of(tmp_path / "r.jsonl") if row["record"] == "server load request"]
     assert {row["draft"] for row in requests} == {0, 2}
 
@@ -161,11 +160,8 @@ def test_a_winner_needs_an_interval_against_every_other_length() -> None:
     rows = [finding.figures for finding in findings]
     assert not any(row["fastest"] for row in rows) and [row["draft"] for row in rows if row["advised"]] == [3]
     assert conclusion(findings)[0].startswith("1 at once: no length is measurably faster than all others; draft=3 is")
-    (table,) = load_tables(findings)
-    assert table.headings == ("load", "draft=0", "draft=3", "draft=5") and "best" not in str(table.rows)
     findings = surface(cell(ALONE, 0, times(1.0)), cell(ALONE, 3, times(1.5)), cell(ALONE, 5, times(1.2)))
     assert conclusion(findings)[0].startswith("1 at once: draft=3 is the fastest, 1.50x draft=0 (95 % interval")
-    assert "(1.50x) best" in load_tables(findings)[0].rows[0][2]
     few = surface(cell(ALONE, 0, [10, 10]), cell(ALONE, 3, [15, 16]))
     assert (
         conclusion(few)[0] == "1 at once: too little was measured to tell; the highest is draft=3, about 1.5x draft=0."

@@ -11,7 +11,7 @@ from servers.loopback import Faults, Loopback
 from servers.loopback_values import Answer
 from servers.server_sessions import server_session
 
-from utils.commands.servers.server_text import ALONE, TIE, UNKNOWN, Output, TextTrial, cause_of
+from utils.commands.servers.server_text import ALONE, TIE, UNKNOWN, Output, TextTrial
 from utils.decode.steps import FinishReason
 from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
@@ -183,7 +183,7 @@ def test_a_tie_is_a_token_that_the_baseline_takes_itself_in_a_prefill(
     theirs, other = Output("aaa", (1, 1, 1)), Output("aab", ours)
     trial = TextTrial([model], ("Hi",), {"base": [ServerRequest((8, 9), 3)]}, 2, 1)
     trial.outputs[ALONE, "base"] = [[theirs, theirs]]
-    assert cause_of(trial, 0, other, 2) == cause
+    assert trial.cause(0, other, 2) == cause
     assert model.prompts == ([(8, 9, 1, 1)] if len(ours) > 2 else [])
 
 

@@ -19,17 +19,8 @@ import torch
 from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy
@@ -224,7 +215,6 @@ class _Audit:
 
 
 def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
-    """Which texts are guaranteed to be equal."""
     rows = {row["mode"]: row for row in figures_of(findings)}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     lines = []
@@ -345,7 +335,6 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
-    """Sentences on the verdicts that need one."""
     rows = figures_of(findings)
     lines = (MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS)
     return [*dict.fromkeys(lines), *[P_VALUE] * any(row["p_value"] is not None for row in rows)]
@@ -395,7 +384,6 @@ AUDIT = Command(
     about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
     "guaranteed to be equal.",
     example=("> /audit 10", "Deterministic here: float32, cpu"),
-    see_also=("lossless", "engine", "texts"),
 )
 LOSSLESS = Command(
     "lossless",
@@ -406,5 +394,4 @@ LOSSLESS = Command(
     about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
     "distribution of the target.",
     example=("> /lossless 200", "speculative   p-value 0.41"),
-    see_also=("audit", "verify"),
 )

@@ -5,26 +5,14 @@ confidence interval over prompts (`utils.metrics.intervals`). /replay uses the s
 models, engine and versions, and an n-gram storage for each run, as with /ngram keep off.
 """
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    grouped,
-    path_in,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.comparison.arms import complete
 from utils.comparison.records import (
     SERVER,
@@ -46,7 +34,7 @@ from utils.errors import UserError, check_choice
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
 from utils.prompts.conversation import turns_from_messages
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
 SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
@@ -149,10 +137,7 @@ class _Comparison:
 
 
 def _compare(argument: str, context: CommandContext) -> Outcome:
-    try:
-        names = shlex.split(argument)
-    except ValueError as error:
-        raise UserError(f"a quotation mark is missing; an example: {EXAMPLE}.") from error
+    names = split_words(argument)
     if len(names) != 2:
         raise UserError(f"give two files, for example: {EXAMPLE}.")
     first, second = (read_records(path_in(name, EXAMPLE)) for name in names)
@@ -230,7 +215,6 @@ def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Whether a strategy is faster in B, and what else differs."""
     # By prompt: runs of one prompt with several settings are more alike than runs of other prompts.
     ratios = [[ratio for row in own for ratio in row["ratios"]] for own in grouped(rows, "prompt").values()]
     yield f"{strategy}: {_relation(ratios)}"
@@ -269,7 +253,6 @@ COMPARE = Command(
         "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
         "1.38 over 12 prompts).",
     ),
-    see_also=("replay", "export"),
     files=("",),
 )
 REPLAY = Command(
@@ -281,6 +264,5 @@ REPLAY = Command(
     about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
     "name every difference in versions, models, engine and settings.",
     example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
-    see_also=("compare", "export", "audit"),
     files=("",),
 )

@@ -39,8 +39,7 @@ FIGURES = {
     "distribution and count as q = 1",
     "p/q": "p divided by q; with sampling under /verify rejection, a draft is accepted with probability min(1, p/q) of "
     "the processed distributions; otherwise it is accepted if it equals the target's token",
-    "rank": "rank of a draft in the target's distribution; 1 is the likeliest token; a near miss has at least a tenth "
-    "of the p of the target's token",
+    "rank": "rank of a draft in the target's distribution; 1 is the likeliest token",
     "hits": "where an n-gram or a match was found, and in brackets how many tokens of context matched",
     "draft cost (c)": "time of one draft / time of a target forward over one token, measured on the loaded models "
     "(/costs)",
@@ -78,7 +77,6 @@ EXPLAIN = Command(
     rank=2,
     about="The definitions of all figures on the screen, or of one.",
     example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
-    see_also=("texts", "why"),
     words=FIGURES,
 )
 
@@ -125,20 +123,14 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
-    """Rows of (label, text)."""
     yield "syntax", "\n".join(command.syntax or (command.typed,))
     yield "about", command.about
     if current := command.current(context.settings):
         yield "now", current
     yield "example", "\n".join(command.example)
-    if command.see_also:
-        names = {known.name for known in context.registry}
-        yield "see also", ", ".join(f"/{name}" if name in names else name for name in command.see_also)
 
 
 def help_command(commands: Iterable[Command]) -> Command:
-    """/help for these commands."""
-    others = list(commands)
     return Command(
         "help",
         "[NAME]",
@@ -149,10 +141,6 @@ def help_command(commands: Iterable[Command]) -> Command:
         about="The most important commands, all commands, or one page about a command or a figure on the screen.",
         example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
         syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
-        see_also=("explain", "show"),
-        words={
-            EVERYTHING: "all commands",
-            **{command.name: command.summary for command in others},
-        },
+        words={EVERYTHING: "all commands", **{command.name: command.summary for command in commands}},
         at_once=True,
     )

@@ -8,17 +8,8 @@ from math import inf
 from utils.commands.experiments.speed_model import expected_drafts, read_text
 from utils.commands.servers.server_doctor import TABLE as CAUSES
 from utils.commands.servers.server_doctor import checked, long_prompts, row_of, sentence, unclear
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    Reply,
-    ResultColumn,
-    ResultTable,
-    Row,
-    ShowRows,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
@@ -232,7 +223,6 @@ PAIR_COMMANDS = (
         "new target drops the old drafter. If loading fails, the old pair stays.",
         example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
         syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
-        see_also=("pair", "drafter_kind"),
         words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
@@ -245,7 +235,6 @@ PAIR_COMMANDS = (
         "lengths and caches.",
         example=("> /pair", "verdict   fine"),
         syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-        see_also=("load",),
         words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
     ),
 )

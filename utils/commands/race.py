@@ -27,19 +27,8 @@ from utils.commands.experiments.races import (
     spread,
     then_findings,
 )
-from utils.commands.shared.registry import (
-    NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    grouped,
-    path_in,
-)
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (
@@ -95,9 +84,7 @@ def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
 def _file_reports(file: str, repeats: int, limit: int | None, context: CommandContext) -> Iterator[Report]:
     """All prompts of a file, or at most `limit` of each task. Raises UserError for a file that cannot be used."""
     path = path_in(file, EXAMPLE)
-    prompts, harness, settings = list(read_prompts(path)), context.harness, context.settings
-    if not prompts:
-        raise UserError(f"the prompts file {path} holds no prompt: write one per line.")
+    prompts, harness, settings = read_prompts(path), context.harness, context.settings
     chosen = range(len(prompts)) if limit is None else limited(prompts, limit)
     limits = "" if limit is None else f" limit={limit}"
     part = "" if len(chosen) == len(prompts) else f"{len(chosen)} of "
@@ -149,7 +136,6 @@ RACE = Command(
         "/race N FILE          all prompts of a file, N times",
         "/race N FILE limit=3  3 prompts of each task of the file",
     ),
-    see_also=("verdict", "sweep", "why", "speed-up"),
     files=("",),
 )
 
@@ -249,16 +235,10 @@ def _swept_rows(race: ArmRace) -> Iterator[dict[str, Any]]:
 def conclusion(rows: Sequence[Row]) -> list[str]:
     """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
     rows = [row for row in rows if row["lossless"]]
-    several = len({row["text_number"] for row in rows}) > 1
-    return _with_texts(rows) if several else _with_one_text([row for row in rows if row["verdict"] != BASELINE])
-
-
-def _with_texts(rows: Sequence[Row]) -> list[str]:
-    """No claim across values, because a text that is easier to draft is generated faster."""
-    return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
-
-
-def _with_one_text(drafting: Sequence[Row]) -> list[str]:
+    if len({row["text_number"] for row in rows}) > 1:
+        # No claim across values, because a text that is easier to draft is generated faster.
+        return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
+    drafting = [row for row in rows if row["verdict"] != BASELINE]
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
         return [ALL_NOISE if drafting else NO_RIVAL]
@@ -280,7 +260,6 @@ def _with_one_text(drafting: Sequence[Row]) -> list[str]:
 
 
 def _claim(best: Row, other: Row) -> str:
-    """The claim for the ratios of two rows in the same repeat."""
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
     verdict: str = speed_claim([[ours / theirs for ours, theirs in pairs if theirs]])["verdict"]
     return verdict
@@ -304,6 +283,5 @@ SWEEP = Command(
         "/sweep temperature 0.5 1 x5",
         "/sweep processor greedy, nucleus 0.8 0.9",
     ),
-    see_also=("race", "whatif"),
     words=dict.fromkeys((*SETTINGS, *PARTS), ""),
 )

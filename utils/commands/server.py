@@ -11,7 +11,7 @@ from utils.commands.servers.server_start import start
 from utils.commands.servers.server_text import text
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
 from utils.errors import check_choice
-from utils.servers.address import ADD_EXAMPLE, key_headers, parse_server, with_server, without_server
+from utils.servers.address import ADD_EXAMPLE, checked, key_headers, parse_server, without_server
 
 HEADINGS = ("server", "URL", "model", "baseline", "key")
 NONE = f"There is no server; add one, for example: {ADD_EXAMPLE}"
@@ -21,7 +21,7 @@ IN_CLEAR = "The key will cross the network without encryption: use an https:// a
 def add(argument: str, context: CommandContext) -> Outcome:
     added = parse_server(argument)
     key_headers(added.key)  # raises UserError for an unset variable, while the user can still correct it
-    addresses = with_server(context.harness.state.servers.addresses, added)
+    addresses = checked([*context.harness.state.servers.addresses, added])
     compared = "" if added.baseline is None else f", compared with {added.baseline}"
     replies = [Reply(f"server {added.name} at {added.url}{compared}: every prompt is sent to it from now on")]
     return [UseServers(addresses), *replies, *([Reply(IN_CLEAR)] if added.sends_key_in_clear else [])]
@@ -105,6 +105,5 @@ SERVER = Command(
     "speed-up is given against the baseline that is named. key= is the name of an environment variable.",
     example=("> /server add spec http://127.0.0.1:8001", "server spec at http://127.0.0.1:8001"),
     syntax=tuple(f"/server {syntax}" for _, syntax, _ in SUBCOMMANDS.values()),
-    see_also=("race", "speed-up"),
     words={name: meaning for name, (_, _, meaning) in SUBCOMMANDS.items()},
 )

@@ -43,8 +43,8 @@ from utils.text import byte_size, count_of, escaped, unescaped
 OWN_COMMANDS = ("ngram", "turns")  # they have subcommands
 MAX_TYPED = 20  # characters of a command and its argument in a list of /help; the page has all words
 RETEST = "test"  # of /engine
-NO_EFFECT = "no effect while /{} is off"
-NO_TEMPLATE = "no effect: this tokenizer has no chat template"
+NO_EFFECT = "   (no effect while /chat is off)"
+NO_TEMPLATE = "   (no effect: this tokenizer has no chat template)"
 HEADINGS = ("engine", "step", *(f"v({width})" for width in COMPARED_WIDTHS), "prefill", "memory", "threads", "bits")
 LEGEND = (
     "step: ms of a decode step; v(k): time of a verify pass of k tokens in steps; prefill: tokens/s of a long prompt; "
@@ -63,7 +63,6 @@ def setting_commands() -> Iterator[Command]:
 
 
 def setting_command(row: Setting) -> Command:
-    """The command that shows and changes a setting."""
     usage = row.value_type.usage
     return Command(
         row.name,
@@ -75,7 +74,6 @@ def setting_command(row: Setting) -> Command:
         about=row.text,
         example=_example(row),
         syntax=tuple(_syntax(row)),
-        see_also=row.see_also,
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
@@ -106,18 +104,18 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
     settings = row.change(before, argument, context.limits)
     # A toggled switch is easily mistaken for one that was only shown.
     was = "" if argument else f" (was {row.show(before)})"
-    hint = "" if row.has_effect(settings) else f"   ({NO_EFFECT.format(row.needs)})"
+    hint = NO_EFFECT if row.needs_chat and not settings.uses_chat else ""
     if name == "chat" and settings.chat is not False and not settings.chat_template:
-        hint = f"   ({NO_TEMPLATE})"
+        hint = NO_TEMPLATE
     processor = _processor(row, settings)
-    return [ChangeSettings(settings, f"{name}: {row.describe(settings)}{was}{processor}{hint}")]
+    return [ChangeSettings(settings, f"{name}: {row.show(settings)}{was}{processor}{hint}")]
 
 
 def _shown(row: Setting, context: CommandContext) -> Outcome:
     """The value, and what is in effect if that can differ: /engine auto shows which engine was chosen."""
     fact = dict(context.facts()).get(row.fact) if row.fact else None
     state = "" if fact is None else f"; now {fact}"
-    value = f"{row.describe(context.settings)}{state}{_processor(row, context.settings)}"
+    value = f"{row.show(context.settings)}{state}{_processor(row, context.settings)}"
     about = "; ".join(filter(None, (row.summary, "|".join(row.value_type.words))))
     reply = Reply(f"{row.name}: {value}" + (f"   ({about})" if about else ""))
     if row.name != "engine":
@@ -238,7 +236,6 @@ SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
 
 
 def _words() -> dict[str, str]:
-    """The completions of /ngram with their descriptions."""
     words = dict(NGRAM.words)
     for part in NGRAM_PARTS:
         word = part.name.removeprefix("ngram ")
@@ -278,7 +275,7 @@ HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ 
 def _show(argument: str, context: CommandContext) -> Outcome:
     rows = [*context.facts()]
     for name, entry in listed_settings().items():
-        value = entry.describe(context.settings)
+        value = entry.show(context.settings)
         cut = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
         rows.append((name, cut))
     return [ShowRows(rows)]
@@ -333,7 +330,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Revert the last change of a setting. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
-        see_also=("show",),
     ),
     Command(
         "save",
@@ -344,7 +340,6 @@ SESSION_COMMANDS = (
         about="Write all settings to a file of commands, which /run restores.",
         example=("> /save evening.txt", "settings saved to evening.txt"),
         syntax=("/save FILE", "/save FILE overwrite    replaces a file"),
-        see_also=("run", "export"),
         files=("",),
     ),
     Command(
@@ -355,7 +350,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Run a file of commands and prompts, one per line; # begins a comment.",
         example=("> /run evening.txt",),
-        see_also=("save", "race"),
         files=("",),
     ),
     Command(
@@ -366,7 +360,6 @@ SESSION_COMMANDS = (
         group="session",
         about="The loaded models, the engine and the value of every setting, as it would be typed.",
         example=("> /show", "gamma   auto"),
-        see_also=("pair", "undo", "save"),
     ),
     Command(
         "clear",
@@ -376,7 +369,6 @@ SESSION_COMMANDS = (
         group="session",
         about="Clear the screen, as Ctrl-L does. Nothing else changes.",
         example=("> /clear",),
-        see_also=("turns",),
     ),
     Command(
         "quit",
@@ -387,7 +379,6 @@ SESSION_COMMANDS = (
         rank=2,
         about="End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
         example=("> /quit",),
-        see_also=("save",),
         at_once=True,
     ),
 )

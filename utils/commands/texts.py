@@ -74,7 +74,6 @@ TEXTS = Command(
     about="The last texts, marked where they differ from the text of the target. Below them: the first "
     "token that differs, its probability, and the cause: sampling or rounding.",
     example=("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
-    see_also=("text", "verify", "audit"),
 )
 
 
@@ -129,6 +128,5 @@ EXPORT = Command(
         "/export FILE.csv         its rows, or the requests of /server load, without lists",
         "/export FILE overwrite   replaces a file",
     ),
-    see_also=("texts", "save"),
     files=("",),
 )

@@ -43,7 +43,6 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
 
 
 def _apply(context: CommandContext) -> Outcome:
-    """Use the settings that the last verdict recommended."""
     advice = context.harness.state.advice
     if advice is None:
         raise UserError("there is nothing to apply: no /verdict so far has recommended settings.")
@@ -115,7 +114,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    see_also=("race", "whatif", "why"),
     words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

@@ -16,11 +16,9 @@ from utils.commands.experiments.speed_model import (
     predictions,
     target_run,
 )
-from utils.commands.shared.registry import (
+from utils.commands.shared.registry import Command, CommandContext, Outcome
+from utils.commands.shared.result_tables import (
     NOTHING,
-    Command,
-    CommandContext,
-    Outcome,
     ResultColumn,
     ResultTable,
     Row,
@@ -138,7 +136,6 @@ WHATIF = Command(
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
     "decoding again.",
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
-    see_also=("gamma", "why", "race", "predicted"),
 )
 
 
@@ -147,13 +144,11 @@ UNIT = "Unit of the costs: one target forward over one token, by the times of th
 
 
 def _positions(row: Row) -> str:
-    """The acceptance of the first drafts of a round."""
     rates = [accepted / tried for accepted, tried in row["accepted_by_position"][:SHOWN_POSITIONS] if tried]
     return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
 
 
 def _seconds(row: Row, part: str) -> str:
-    """The seconds of one part of the run, and their share."""
     total = sum(row["seconds"].values())
     return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
 
@@ -214,5 +209,4 @@ WHY = Command(
     rank=3,
     about="Where the time of the last prompt went: drafting, verifying and the rest, and what limits its speed-up.",
     example=("> /why", "speculative: the bottleneck is the cost of drafting; without it ..."),
-    see_also=("whatif", "race", "costs"),
 )

@@ -59,10 +59,9 @@ def row_name(name: str) -> str:
 class Run:
     """One finished or interrupted run of an arm.
 
-    `name` is that of the arm, and `baseline` names the arm to compare it with, if any. `seconds` includes the prefill,
-    or is the time of the whole request. Figures that are unknown, or that do not apply, are None: `tokens` are token
-    ids, `rounds` are verify passes with their drafts, and `accepted_by_position` is as in Generation. A local run has a
-    `generation` with its rounds; the answer of a server has a `completion` and the `address` of the server.
+    `baseline` names the arm to compare it with, if any. `seconds` includes the prefill, or is the time of the whole
+    request. Figures that are unknown, or that do not apply, are None. A local run has a `generation` with its rounds;
+    the answer of a server has a `completion` and the `address` of the server.
     """
 
     name: str
@@ -86,7 +85,6 @@ class Run:
 
     @classmethod
     def of_strategy(cls, strategy: Strategy, job: Job, generation: Generation) -> Self:
-        """The run of a local strategy."""
         drafts = strategy.drafts
         return cls(
             strategy.name,
@@ -110,8 +108,12 @@ class Run:
     @classmethod
     def of_server(cls, address: ServerAddress, answer: ServerCompletion) -> Self:
         """The answer of a server. Its drafts are unknown unless they belong to this request alone."""
-        baseline = address.baseline
-        run = cls(
+        baseline, found = address.baseline, answer.acceptance
+        drafts: dict[str, Any] = {}
+        if found is not None and found.valid:
+            drafts = {name: getattr(found, name) for name in ("drafted", "accepted", "rounds")}
+            drafts |= {"target_forwards": found.forwards, "accepted_by_position": found.by_position}
+        return cls(
             row_name(address.name),
             baseline if baseline in (None, TARGET) else row_name(baseline),
             answer.text,
@@ -124,22 +126,11 @@ class Run:
             prompt_tokens=answer.prompt_tokens,
             completion=answer,
             address=address,
-        )
-        found = answer.acceptance
-        if found is None or not found.valid:
-            return run
-        return replace(
-            run,
-            drafted=found.drafted,
-            accepted=found.accepted,
-            rounds=found.rounds,
-            target_forwards=found.forwards,
-            accepted_by_position=found.by_position,
+            **drafts,
         )
 
     @property
     def is_local(self) -> bool:
-        """Whether a strategy of this program generated it."""
         return self.address is None
 
     @property
@@ -283,7 +274,7 @@ class RunWatcher(Protocol):
 
     def reading(self, done: int, total: int) -> None: ...
 
-    def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None: ...
+    def step(self, step: Step, timing: RoundTiming, traces: Sequence[DraftTrace] = ()) -> None: ...
 
     def piece(self, piece: Piece) -> None: ...
 
@@ -325,8 +316,8 @@ class ComparedRun(NamedTuple):
 class LocalArm:
     """A strategy on the loaded models.
 
-    With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has a storage and texts
-    of its own, and only the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
+    With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has its own, and only
+    the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
     """
 
     strategy: Strategy
@@ -393,7 +384,6 @@ class ServerArm:
         return None
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """As Arm.run."""
         make = request_maker(self.pair, text, settings, history)
         answer = self.connection.ask(make) if watch is None else self.connection.ask(make, watch.piece)
         return Run.of_server(self.connection.address, answer)
@@ -415,7 +405,6 @@ def new_job(
 
 
 def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
-    """An empty n-gram storage of the kind, order and size in the settings."""
     spec, vocabulary = settings.ngram_storage, 1 if pair is None else vocabulary_size(pair.target)
     return STORAGES[spec.kind](spec.order, vocabulary, settings.ngram_limit)
 
@@ -438,9 +427,11 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
         prompt: str | tuple[int, ...] | Chat = Chat(messages) if settings.uses_chat else text
         known: dict[str, Any] = {}
-        if pair is not None and kind.takes_token_ids and _same_tokenizer(pair.tokenizer, text, kind, server):
-            prompt = tuple(ids_of(pair, text, settings, history))
-            known = {"vocabulary": vocabulary_size(pair.target)}
+        if pair is not None and kind.takes_token_ids:
+            ours = tuple(pair.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if kind.tokens(server, text) == ours:  # the tokenizers are the same
+                prompt = tuple(ids_of(pair, text, settings, history))
+                known = {"vocabulary": vocabulary_size(pair.target)}
         return ServerRequest(
             prompt,
             settings.length,
@@ -452,8 +443,3 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
         )
 
     return make
-
-
-def _same_tokenizer(tokenizer: Any, text: str, kind: ServerKind, server: ServerClient) -> bool:
-    """Whether the server and the local tokenizer yield the same ids for the prompt."""
-    return kind.tokens(server, text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -78,12 +78,10 @@ class LastPrompt:
 
     @property
     def jobs(self) -> Mapping[str, Job]:
-        """The jobs of local strategies by name."""
         return {arm.name: arm.job for arm, _ in self.planned if isinstance(arm, LocalArm) and arm.job is not None}
 
     @property
     def histories(self) -> Mapping[str, Turns]:
-        """The conversation before the prompt, by name of the arm."""
         return {arm.name: history for arm, history in self.planned}
 
     @property
@@ -100,7 +98,6 @@ class LastPrompt:
 
     @property
     def local(self) -> list[LocalResult]:
-        """The runs of strategies."""
         return [
             LocalResult(arm.strategy, run.generation, comparison)
             for arm, run, comparison in self.compared
@@ -109,17 +106,14 @@ class LastPrompt:
 
     @property
     def strategies(self) -> list[ComparedRun]:
-        """The compared runs of strategies."""
         return [entry for entry in self.compared if entry.run.is_local]
 
     @property
     def servers(self) -> list[ComparedRun]:
-        """The compared answers of servers."""
         return [entry for entry in self.compared if not entry.run.is_local]
 
     @property
     def target(self) -> Generation | None:
-        """The target's own run."""
         return next((run for strategy, run, _ in self.local if strategy.is_baseline), None)
 
 
@@ -163,10 +157,9 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
 class SessionState:
     """The memory of one session.
 
-    `prompts` are those that were run, in order. `last` has the runs of the last prompt, and `causes` explains by
-    strategy why texts differ from the target's. `records` makes those of the last result. `advice` holds the
-    settings that the last verdict recommends. `servers` receive every prompt. `rounding` is the largest observed change
-    of the target's logits by verify width.
+    `causes` explains by strategy why texts of the last prompt differ from the target's. `records` makes those of the
+    last result. `advice` holds the settings that the last verdict recommends. `rounding` is the largest observed
+    change of the target's logits by verify width.
     """
 
     storage: NGramStorage
@@ -206,7 +199,6 @@ class Harness:
 
     @classmethod
     def of(cls, pair: Pair | None, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
-        """A harness with a new state."""
         return cls(pair, SessionState(empty_storage(settings, pair)), strategies)
 
     @property
@@ -258,7 +250,6 @@ class Harness:
 
     @property
     def baseline(self) -> Strategy:
-        """The target alone."""
         return next(strategy for strategy in self.strategies if strategy.is_baseline)
 
     def prompt_ids(self, text: str, settings: Settings, history: Turns = ()) -> list[int]:
@@ -270,7 +261,6 @@ class Harness:
         return LocalArm(strategy, self.pair, self.state.caches.cut_models)
 
     def server_arms(self) -> list[ServerArm]:
-        """The arms of the session's servers."""
         connections = self.state.servers.connections.values()
         return [ServerArm(connection, self.loaded, place) for place, connection in enumerate(connections)]
 
@@ -351,7 +341,6 @@ class Harness:
             self.state.rounding = 0.0  # it was measured with the previous engine
 
     def new_storage(self, settings: Settings) -> NGramStorage:
-        """An empty n-gram storage."""
         return empty_storage(settings, self.pair)
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:

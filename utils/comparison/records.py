@@ -82,16 +82,6 @@ class Finding:
 ReportEvent = Progress | Note | Finding
 
 
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """A further table of a report. `note` explains its headings, or is empty."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
     """A text on one line, cut to about this many characters."""
     words = " ".join(text[: 4 * length].split())
@@ -103,9 +93,8 @@ class Report:
     """A report that is computed while its `events` are consumed.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
-    `conclude` turns all findings into sentences. `attachment` is one line of data to copy, or empty. `transposed` makes
-    each finding a column, for few findings with many cells. Columns in `optional` are dropped on a narrow screen, the
-    first one first. `tables` are shown below the table of findings. `details` are further records for scripts.
+    `attachment` is data to copy, or empty. `transposed` makes each finding a column. Columns in `optional` are dropped
+    on a narrow screen, the first one first. `details` are further records for scripts.
     """
 
     name: str
@@ -115,7 +104,6 @@ class Report:
     events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Finding]], list[str]]
     attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
-    tables: Callable[[Sequence[Finding]], Sequence[ReportTable]] = lambda findings: ()
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
@@ -123,7 +111,6 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """The command that ran, and its prompt or file."""
         return self.title or f'/{self.name} of "{shortened(self.prompt)}"'
 
 
@@ -210,7 +197,6 @@ def _finite(value: Any) -> Any:
 def report_record(
     report: Report, findings: Sequence[Finding], conclusion: Sequence[str], pair: Any, *, finished: bool
 ) -> dict[str, Any]:
-    """The record of a report, complete or interrupted, with its conclusion."""
     return {
         "schema": SCHEMA,
         "record": report.name,
@@ -242,7 +228,6 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _draft_figures(run: Run) -> dict[str, Any]:
-    """What became of the drafts. The times are known for local runs only."""
     found, positions = run.acceptance, run.accepted_by_position
     local = None if run.drafted is None else run.generation
     names = ("drafted", "accepted", "acceptance_rate", "rounds", "target_forwards", "tokens_per_target_forward")
@@ -260,7 +245,6 @@ def _draft_figures(run: Run) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of the program and its main libraries."""
     libraries = {name: version(name) for name in ("torch", "transformers", "numpy")}
     return {"program": __version__, "python": platform.python_version(), **libraries}
 
@@ -323,7 +307,6 @@ class RecordedRun(NamedTuple):
 
     @property
     def request(self) -> tuple[str, str]:
-        """The prompt and the conversation before it."""
         return self.row["prompt"], repr(self.row.get("history") or [])
 
     @property
@@ -475,11 +458,10 @@ def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, lis
 def _by_task(runs: Sequence[RecordedRun]) -> dict[Any, dict[tuple[str, ...], list[RecordedRun]]]:
     """The runs by prompt, strategy and task, and within each by the settings of drafting."""
     tasks = _grouped(runs, lambda one: (one.request, one.row["strategy"], one.values(TASK)))
-    return {task: _grouped(group, _method) for task, group in tasks.items()}
-
-
-def _method(one: RecordedRun) -> tuple[str, ...]:
-    return one.values(() if one.row["strategy"] == TARGET else DRAFTING)
+    return {
+        task: _grouped(group, lambda one: one.values(() if one.row["strategy"] == TARGET else DRAFTING))
+        for task, group in tasks.items()
+    }
 
 
 def differences(matches: Sequence[RunMatch]) -> list[str]:

@@ -74,7 +74,6 @@ def agree(ratios: Sequence[float]) -> bool:
 
 
 def interval_text(interval: Sequence[float] | None) -> str:
-    """The interval of a record in a table, or a dash."""
     return "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
 
 
@@ -291,7 +290,6 @@ def _texts(rivals: Sequence[Rival]) -> str:
 
 
 def _next(rivals: Sequence[Rival]) -> str:
-    """What to type next, and why."""
     speeds = {rival.speed for rival in rivals}
     return next((words for speed, words in NEXT.items() if speed in speeds), "/verdict looks for settings that help")
 

@@ -57,8 +57,8 @@ class SharedPrefills:
 class Job:
     """One prompt for one strategy.
 
-    `prompt` holds token ids, which begin with the conversation in `history`. `drafter` is a word of /drafter_kind.
-    `caches` holds what drafters keep between prompts. `prefills` are shared by many runs of the same prompt.
+    `prompt` begins with the conversation in `history`. `drafter` is a word of /drafter_kind. `prefills` are shared by
+    many runs of the same prompt.
     """
 
     prompt: list[int]
@@ -136,10 +136,9 @@ def is_greedy(settings: Settings) -> bool:
 class Strategy:
     """A row of the table.
 
-    `name` is its name in JSON records, `toggle` the setting that enables it, and `steps` its decoder. `kind` is the
-    drafter kind, if it drafts, and `word` its name in /drafter_kind; `chooses_kind` is True if that setting applies.
-    `uses_target` is False if it runs the drafter alone. `samples` is True if its tokens are drawn one by one from the
-    processed distribution.
+    `toggle` is the setting that enables it. `kind` is the drafter kind, if it drafts, and `word` its name in
+    /drafter_kind; `chooses_kind` is True if that setting applies. `uses_target` is False if it runs the drafter alone.
+    `samples` is True if its tokens are drawn one by one from the processed distribution.
     """
 
     name: str

@@ -35,7 +35,7 @@ class Config:
     """The contents of `file`.
 
     `pair` is the pair to start with, and `pairs` are all known ones. `flags` are parsed values, `settings` values as
-    typed. `servers` receive every prompt.
+    typed.
     """
 
     file: Path | None = None

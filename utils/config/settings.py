@@ -63,7 +63,6 @@ class Settings:
         "speculative decoding with the drafter",
         text="Run speculative decoding: the drafter proposes tokens, and the target verifies them in one forward "
         "pass (Leviathan et al. 2023).",
-        see_also=("drafter_kind", "gamma", "ngram", "target"),
     )
     ngram: bool = _setting(
         True,
@@ -75,7 +74,6 @@ class Settings:
         "are dropped first. /ngram keep also keeps the texts of suffix and chain.",
         example=("order 4", "ngram order: 4"),
         forms={"on": "run n-gram assisted decoding", "off": "do not run it"},
-        see_also=("speculative", "hits"),
         rank=3,
     )
     target: bool = _setting(
@@ -84,7 +82,6 @@ class Settings:
         "strategies",
         "the target alone, the baseline",
         text="Run the target alone. All speed-ups and comparisons of texts refer to this run.",
-        see_also=("speculative", "speed-up", "text"),
     )
     drafter: bool = _setting(
         False,
@@ -92,7 +89,6 @@ class Settings:
         "strategies",
         "the drafter alone",
         text="Run the drafter model alone, for comparison. Its text is its own.",
-        see_also=("speculative", "target"),
     )
     beams: int = _setting(
         0,
@@ -102,7 +98,6 @@ class Settings:
         text="Run a beam search with the target and a length penalty. N is its number of beams, 1 to 16; 0 turns it "
         "off. Its text differs from the other strategies.",
         example=("4",),
-        see_also=("target",),
     )
     gamma: int | None = _setting(
         None,
@@ -115,7 +110,6 @@ class Settings:
         "of its time, and a drafter that is not used does not read the prompt.",
         example=("4",),
         forms={"N": "0 to 63; 0: no drafts", "auto": "as many as are likely to pay"},
-        see_also=("whatif", "costs", "drafts/round"),
         rank=1,
     )
     drafter_kind: tuple[str, ...] = _setting(
@@ -134,7 +128,6 @@ class Settings:
             "suffix": "a suffix automaton of the texts",
             "chain": "matches of suffix, or the drafter of the pair",
         },
-        see_also=("load", "speculative", "race"),
         rank=2,
     )
     costs: Costs | None = _setting(
@@ -146,17 +139,12 @@ class Settings:
         "draft of each kind and reading 1,000 tokens of a prompt cost. The unit is one such target forward. They are "
         "measured on the loaded models, in a short and in a long context; /gamma auto, /why and /whatif depend on "
         "them.",
-        example=(
-            "measure",
-            "costs: verifying k drafts costs 1 + (k=1: 0.19, 2: 0.22, 3: 0.26)",
-            "target forwards; one draft by head 0.07",
-        ),
+        example=("measure", "costs: verify 0.19 0.22 0.26; head 0.07"),
         forms={
             "measure": "measure them on the loaded models",
             "verify V1 V2 ...; KIND C; read KIND C": "use these",
             "at N; ...; at N STEP; ...": "tables of two context lengths",
         },
-        see_also=("gamma", "draft cost (c)", "verify cost (v)"),
     )
     length: int = _setting(
         128,
@@ -166,7 +154,6 @@ class Settings:
         text="The maximum number of new tokens of each answer, from 1 to the context length of the target. An answer "
         "also ends at an end token of the target.",
         example=("256",),
-        see_also=("tokens", "turns"),
         rank=1,
     )
     processor: ProcessorSpec = _setting(
@@ -184,7 +171,6 @@ class Settings:
             "nucleus": "T P: a probability mass of P at temperature T",
             "topknucleus": "T K P: both",
         },
-        see_also=("temperature", "top_k", "top_p"),
     )
     seed: int = _setting(
         42,
@@ -193,7 +179,6 @@ class Settings:
         "seed of every strategy, 0 to 2**32 - 1",
         text="The random seed of every run, 0 to 2**32 - 1. The same seed, settings and models give the same texts.",
         example=("7",),
-        see_also=("temperature", "verify"),
         is_flag=True,
     )
     verify: str = _setting(
@@ -209,7 +194,6 @@ class Settings:
             "block": "accept drafts jointly, at least as many",
             "coupled": "the same text as the target alone",
         },
-        see_also=("lossless", "texts", "acceptance", "p/q"),
     )
     engine: str = _setting(
         "auto",
@@ -226,7 +210,6 @@ class Settings:
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },
-        see_also=("threads", "audit"),
         fact="engine now",
         is_flag=True,
     )
@@ -239,7 +222,6 @@ class Settings:
         "OMP_NUM_THREADS is set.",
         example=("1",),
         forms={"N": f"{THREADS}", "auto": "the fastest number"},
-        see_also=("engine",),
         fact="engine now",
         is_flag=True,
     )
@@ -251,7 +233,6 @@ class Settings:
         text="Whether keys and values of earlier tokens are kept. off computes all tokens again in every round: the "
         "text is the same, but every strategy is slow.",
         forms={"on": "keep them", "off": "compute all tokens again in every round"},
-        see_also=("pair", "target"),
     )
     chat: bool | None = _setting(
         None,
@@ -261,7 +242,6 @@ class Settings:
         text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
         "continues the prompt as it stands. auto is decided anew by every /load.",
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
-        see_also=("system", "turns"),
         fact="chat now",
     )
     system: str | None = _setting(
@@ -272,8 +252,7 @@ class Settings:
         text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
-        see_also=("chat",),
-        needs="chat",
+        needs_chat=True,
     )
     turns: bool = _setting(
         False,
@@ -283,8 +262,7 @@ class Settings:
         text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
         "was interrupted or failed is not kept.",
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
-        see_also=("chat", "system"),
-        needs="chat",
+        needs_chat=True,
     )
     special: bool = _setting(
         False,
@@ -293,7 +271,6 @@ class Settings:
         "read names of special tokens in prompts",
         text="Whether names such as <|im_end|> in a prompt become the special tokens that they name. off reads them "
         "as text.",
-        see_also=("chat",),
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
     ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
@@ -310,7 +287,6 @@ class Settings:
         "draft was rejected, and where n-grams and matches were found.",
         example=("full",),
         forms={"on": "a line per round", "off": "the texts only", "full": "also p/q, and why drafts were rejected"},
-        see_also=("texts", "p/q", "rank", "hits"),
         rank=4,
     )
 
@@ -337,16 +313,10 @@ class Settings:
 class Setting:
     """A row of the table.
 
-    `name` is the field, or the typed words of a part. `value_type` parses and shows a value. `get` and `put` read it
-    from Settings and make new Settings with another one. `default` is a field's.
-
-    `group` is a heading of /help, empty for a field that only parts set. `summary` has at most 39 characters. `text` is
-    its page, in sentences. `example` is an argument to type, by default on or off, and the lines that it shows unless
-    they repeat it. `forms` describe what can be typed, above all its completions. `see_also` lists commands and
-    figures. `rank` is its place on the first page of /help; settings with 0 are only on /help all.
-
-    `needs` is a toggle without which it has no effect. `fact` is the label in /show of the value in effect. `is_flag`
-    is True if it is also a command-line flag.
+    `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
+    set; `summary` and `rank` are as in a Command. `text` is its page. `example` is an argument to type, by default on
+    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `fact` is the
+    label in /show of the value in effect.
     """
 
     name: str
@@ -359,9 +329,8 @@ class Setting:
     text: str = ""
     example: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
-    see_also: tuple[str, ...] = ()
     rank: int = 0
-    needs: str = ""
+    needs_chat: bool = False
     fact: str = ""
     is_flag: bool = False
 
@@ -373,15 +342,6 @@ class Setting:
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(self.get(settings))
-
-    def describe(self, settings: Settings) -> str:
-        """The value for reading, if that differs from the typed form."""
-        value = self.get(settings)
-        return value.text if isinstance(value, Costs) else self.show(settings)
-
-    def has_effect(self, settings: Settings) -> bool:
-        """Whether the setting that this one needs is on."""
-        return self.needs != "chat" or settings.uses_chat
 
     def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
         """New settings with the parsed value of `text`. Raises UserError if it is not valid."""
@@ -420,7 +380,6 @@ SAMPLING_PARTS = (
         text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
         "other temperature keeps the top-k and top-p that are set.",
         example=("0.7", "temperature: 0.7; processor: multinomial 0.7"),
-        see_also=("top_p", "top_k", "processor", "seed", "verify"),
         rank=2,
     ),
     Setting(
@@ -434,7 +393,6 @@ SAMPLING_PARTS = (
         "has no top-k, the temperature becomes 1.",
         example=("40", "top_k: 40; processor: topk 0.7 40"),
         forms={"K": "1 to the size of the vocabulary", "off": "or 0: sample from all tokens"},
-        see_also=("temperature", "top_p", "processor"),
     ),
     Setting(
         "top_p",
@@ -447,7 +405,6 @@ SAMPLING_PARTS = (
         "With greedy decoding, which has no top-p, the temperature becomes 1.",
         example=("0.95", "top_p: 0.95; processor: nucleus 0.7 0.95"),
         forms={"P": "above 0, at most 1", "off": "or 1: sample from all tokens"},
-        see_also=("temperature", "top_k", "processor"),
     ),
 )
 NGRAM_PARTS = (

@@ -27,9 +27,8 @@ class Limits:
 class ValueType:
     """How one type of value is written, parsed and shown.
 
-    `usage` is the argument in /help, and `words` are its completions. `parse` takes a text, the value to toggle from
-    and the limits; it raises UserError for a text that is not valid. `show` returns the value as it would be typed.
-    Values are Any, because the settings table mixes value types.
+    `words` are its completions. `parse` takes a text, the value to toggle from and the limits; it raises UserError for
+    a text that is not valid. `show` returns the value as it would be typed.
     """
 
     usage: str

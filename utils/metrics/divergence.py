@@ -46,9 +46,8 @@ class TokenCandidate:
 class Divergence:
     """The first difference between a run and the target's.
 
-    `position` is the 0-based index among the new tokens. `ours` and `theirs` are the two tokens, or None if a text
-    ended before. `highest` has the target's two highest candidates. `rounding` is the change of the logits by verify
-    width at this position, or None if it was not needed.
+    `position` is the 0-based index among the new tokens. A token is None if its text ended before. `highest` has the
+    target's two highest candidates. `rounding` is the change of the logits by verify width, if it was needed.
     """
 
     position: int
@@ -68,10 +67,9 @@ class Divergence:
 class DivergenceCase:
     """A run and the target's own run of one prompt, and how to run the target again.
 
-    `rounds` are the run's, `theirs` the target's tokens, and `width` is the run's maximum verify width. `new_session`
-    opens a session of the target, with or without `rewinds`. `own_noise` is True if drafts were verified by p/q, with
-    noise that the target does not use. `coarse` is True if the target's quantization moves its logits by verify width
-    more than rounding does.
+    `theirs` are the target's tokens. `own_noise` is True if drafts were verified by p/q, with noise that the target
+    does not use. `coarse` is True if the target's quantization moves its logits by verify width more than rounding
+    does.
     """
 
     prompt: list[int]

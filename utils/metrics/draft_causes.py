@@ -58,8 +58,8 @@ class Probe:
 class Contrast:
     """The loss of acceptance at one position (from 0) of the texts of one probe.
 
-    `loss` is the expected minus the measured acceptance, and `low` to `high` its 95 % confidence interval over prompts.
-    `p` is the probability of such a loss beyond MARGIN at any position of any probe of a sound drafter.
+    `low` to `high` is the 95 % confidence interval of the loss over prompts. `p` is the probability of such a loss
+    beyond MARGIN at any position of any probe of a sound drafter.
     """
 
     probe: str

@@ -24,9 +24,8 @@ Result = TypeVar("Result")
 class RoundTiming:
     """Seconds of one round.
 
-    `drafting` is the time in the drafter, including its work after the verify pass, `verifying` the target's forward
-    pass, and `total` the whole round. `drafts` counts all computed drafts, proposed or not. `kind` is the drafter kind,
-    if several take turns.
+    `drafting` includes the drafter's work after the verify pass. `drafts` counts all computed drafts, proposed or not.
+    `kind` is the drafter kind, if several take turns.
     """
 
     drafting: float
@@ -52,7 +51,6 @@ class Stopwatch:
     def time_drafter(
         self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call a method of the drafter."""
         began = self._clock()
         try:
             return work(*args, **kwargs)
@@ -60,12 +58,10 @@ class Stopwatch:
             self._drafting += self._clock() - began
 
     def count(self, draft: Draft) -> None:
-        """Count the drafts of a round."""
         # Withheld drafts took as long to compute as proposed ones.
         self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
     def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
-        """Run the target's forward pass."""
         began = self._clock()
         try:
             logits = session.feed(context, keep)
@@ -114,17 +110,13 @@ class TimedSession:
         return self._watch.time_verify(self._session, context, keep)
 
 
-NEAR_MISS = 0.1  # a rejected draft with at least this share of the target token's probability
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
     """One verified draft.
 
-    `p` and `rank` (from 1) are its probability and rank under the target, `q` is its probability under the drafter.
-    `acceptance` is min(1, p/q) of the processed distributions, or None if drafts have no distribution or are verified
-    together. `target_token` is the token in the text at its position, with probability `target_p`. `match_length` is
-    the number of context tokens that found an n-gram or a match, 0 if the draft was drawn from the seed.
+    `rank` (from 1) is its rank under the target. `acceptance` is min(1, p/q) of the processed distributions, or None if
+    drafts have no distribution or are verified together. `target_token` is the token in the text at its position.
+    `match_length` counts the context tokens that found a match, 0 if the draft was drawn from the seed.
     """
 
     token: int
@@ -144,10 +136,6 @@ class DraftTrace:
     def ratio(self) -> float:
         """p/q. A draft without a q was the only proposal, so q = 1."""
         return self.p / self.q if self.q else self.p
-
-    @property
-    def is_near_miss(self) -> bool:
-        return self.p >= NEAR_MISS * self.target_p
 
 
 class DraftTracer:
@@ -217,7 +205,6 @@ def rank(logits: Tensor, token: int) -> int:
 
 
 def tokens_of(steps: Iterable[Step]) -> list[int]:
-    """All new tokens of a run."""
     return [token for step in steps for token in step.tokens]
 
 
@@ -272,7 +259,6 @@ class Generation:
 
     @property
     def declined_rounds(self) -> int:
-        """Rounds without drafts."""
         return sum(not step.drafted for step in self.steps)
 
     @property
@@ -288,8 +274,8 @@ TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
 class Comparison:
     """A run compared with its baseline's.
 
-    `speedup` is a ratio of tokens per second, and `decode_speedup` excludes the first round. `first_difference` is a
-    0-based index, and `unit` is what it counts. `baseline` is the name of the other row. Unknown figures are None.
+    `decode_speedup` excludes the first round. `first_difference` is a 0-based index, and `unit` is what it counts.
+    Unknown figures are None.
     """
 
     speedup: float | None = None

@@ -59,8 +59,8 @@ EARLIER = f"The drafter is read as an earlier examination found, not as its file
 class Reading:
     """How often one reading of a checkpoint predicted the target's text.
 
-    `name` is empty for the present reading. `hits` (positions, drafts) are 0 or 1. A draft counts whether or not those
-    before it were right, because the text itself is fed.
+    `name` is empty for the present reading. `hits` (positions, drafts) are 0 or 1, whether or not earlier drafts were
+    right, because the text itself is fed.
     """
 
     name: str
@@ -69,7 +69,6 @@ class Reading:
 
     @property
     def agreement(self) -> tuple[float, ...]:
-        """For each draft in a row, the share of positions at which it was right."""
         return tuple(self.hits.float().mean(0).tolist())
 
 
@@ -77,9 +76,8 @@ class Reading:
 class Examination:
     """The results of an examination.
 
-    `readings` are those compared, the present one first. `used` is the reading to use from now on. `displaced` is the
-    agreement of first drafts with features of other positions. `reads_target` is True if that is significantly lower
-    than with the right ones.
+    The present reading is the first. `displaced` is the agreement of first drafts with features of other positions.
+    `reads_target` is True if that is significantly lower than with the right ones.
     """
 
     positions: int
@@ -90,11 +88,9 @@ class Examination:
 
     @property
     def better(self) -> Reading | None:
-        """The reading that is significantly better than the present one."""
         return None if self.used is self.readings[0] else self.used
 
     def conclusion(self) -> str:
-        """Which reading is used, and whether the drafter fits the target at all."""
         agreement = self.used.agreement[0]
         if not self.reads_target:
             extent = "hardly" if agreement > self.displaced else "no"
@@ -308,7 +304,6 @@ def _readings(pair: Pair) -> EntryFile | None:
 
 
 def _stored(pair: Pair) -> Conventions | None:
-    """The reading from an earlier examination, if there was one."""
     file = _readings(pair)
     if file is None or (entry := file.get(pair.engine.identity)) is None:
         return None

@@ -76,8 +76,7 @@ class LoadedTarget:
 class LoadedDrafter:
     """A drafter, or None, and messages for the user.
 
-    `tokenizer` is its own if drafts must be translated. `blocks` are those of its GGUF file, if engines multiply with
-    them.
+    `tokenizer` is its own if drafts must be translated.
     """
 
     model: PreTrainedModel | FeatureDrafter | None = None

@@ -55,11 +55,9 @@ class Compatibility:
 
     @property
     def needs_translation(self) -> bool:
-        """Whether drafts must be translated between tokenizers as text."""
         return self.verdict == DIFFERENT_TOKENIZERS
 
     def notes(self) -> tuple[str, ...]:
-        """Messages for the user after loading the pair."""
         warnings = (f"pair: {found.what}: {found.value} ({found.remark})" for found in self.findings if found.warns)
         return (f"pair: {self.verdict}", *warnings)
 
@@ -181,10 +179,9 @@ def _millions(count: int) -> str:
 class Pair:
     """Two models, ready to decode. Everything about the drafter is None without one.
 
-    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `device` is
-    where the target's weights are. `quantize` and `drafter_quantize` are one of utils.bounds.QUANTIZATIONS.
-    `notes` are messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs
-    from the target's, so that drafts must be translated.
+    `drafter_kind` is "model", "layers:K", "head", or the name of a published format, such as "EAGLE-3". `notes` are
+    messages for the user. `request` has no defaults filled in. `drafter_tokenizer` is set if it differs from the
+    target's, so that drafts must be translated.
     """
 
     target: PreTrainedModel
@@ -226,7 +223,6 @@ class Pair:
 
 
 def describe_target(pair: Pair) -> str:
-    """Number format and size of the target's weights."""
     return _description(pair, pair.dtype, pair.quantize, pair.memory)
 
 
@@ -238,7 +234,6 @@ def describe_drafter(pair: Pair) -> str:
 
 
 def loaded_message(pair: Pair) -> str:
-    """The message after loading a pair."""
     drafter = "" if pair.drafter is None else f"; {pair.drafter_name} ({describe_drafter(pair)})"
     return f"loaded {pair.target_name} ({describe_target(pair)}){drafter}"
 

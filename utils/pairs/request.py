@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, check_device
 from utils.errors import UserError, check_choice
+from utils.text import split_words
 
 # Names of drafter kinds, see drafter_kinds.
 LOADED = "loaded"  # the drafter that the pair was loaded with
@@ -78,11 +78,7 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
     A new target drops the old drafter, and the other options stay. A known pair has its own options. Raises UserError
     for unknown names and invalid values.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"a quotation mark is not closed in {text}.") from error
-    if not words:
+    if not (words := split_words(text)):
         raise UserError(
             "say what to load, for example: /load target=FOLDER drafter=layers:4, or a pair that /pair list names."
         )

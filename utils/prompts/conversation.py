@@ -50,12 +50,10 @@ class Conversations:
         return theirs if theirs[: len(own)] == own else own
 
     def forget(self) -> None:
-        """Drop all turns."""
         self.by_name.clear()
 
 
 def to_messages(turns: Sequence[Turn]) -> list[Message]:
-    """The turns as alternating user and assistant messages."""
     return [
         {"role": role, "content": content}
         for turn in turns
@@ -111,7 +109,6 @@ def unknown_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer can render a conversation."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -126,11 +123,9 @@ def prompt_ids(
 ) -> list[int]:
     """The token ids of a prompt.
 
-    With `chat`, `system` is the system prompt and `history` the earlier conversation. A `system` of None is the
-    template's default, and an empty text an empty one. Unless `special`, names of special tokens are ordinary text, so
-    that neither a user nor a model can end a turn by writing about end tokens.
-
-    Raises UserError if there are no ids, no chat template, or the template does not support a system prompt.
+    A `system` of None is the template's default. Unless `special`, names of special tokens are ordinary text, so that
+    neither a user nor a model can end a turn by writing about end tokens. Raises UserError if there are no ids, no chat
+    template, or the template does not support a system prompt.
     """
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]

@@ -55,7 +55,7 @@ class Prompt:
     later: tuple[str, ...] = ()
 
 
-def read_prompts(path: Path) -> Iterator[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
@@ -63,10 +63,12 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
     A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
 
-    Raises UserError if a file cannot be read or a JSON line has no prompt.
+    Raises UserError if a file cannot be read, a JSON line has no prompt, or there is none.
     """
-    for file in _files(path) if path.is_dir() else (path,):
-        yield from _prompts_of(file)
+    prompts = [prompt for file in (_files(path) if path.is_dir() else (path,)) for prompt in _prompts_of(file)]
+    if not prompts:
+        raise UserError(f"The prompts file {path} holds no prompt: write one per line.")
+    return prompts
 
 
 def _files(folder: Path) -> list[Path]:
@@ -99,7 +101,6 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
 
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
-    """The user's messages, at least one."""
     found = next((entry[name] for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)
     # Some copies of MT-bench have a list of turns in "prompt".
     turns = found if isinstance(found, list) else [found] * ("turns" not in entry)

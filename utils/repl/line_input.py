@@ -93,7 +93,6 @@ def split_lines(typed: str) -> list[str]:
 
 
 def is_open_block(typed: str) -> bool:
-    """Whether a quoted block is not closed."""
     return typed.lstrip().startswith(QUOTES) and quoted_text(typed) is None
 
 

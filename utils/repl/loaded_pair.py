@@ -66,11 +66,9 @@ class BackgroundTask:
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread is working."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread."""
         # A daemon, so that a thread that hangs does not keep the program alive.
         self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
@@ -258,8 +256,7 @@ class SessionTools:
     """The parts of a session.
 
     `records` is the file of --json. `interactive` is True if prompts are typed on the screen of the answers. `load`
-    loads other models and reports progress to its second argument. `pairs` can be loaded by name. `strategies` is the
-    table of strategies. `results` stores the engine's results between starts, if it is not None.
+    reports progress to its second argument. `results` stores the engine's results between starts.
     """
 
     registry: Registry
@@ -328,7 +325,6 @@ class LoadedPair:
             note(line)
 
     def warm_up(self) -> None:
-        """Run every strategy once, so that no measured run includes a first use."""
         warm_up(self.harness, self.settings.current)
 
 

@@ -13,15 +13,7 @@ from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
-from utils.commands.shared.registry import (
-    Action,
-    ChangeSettings,
-    Effect,
-    Reply,
-    RunLines,
-    ShowRows,
-    UseServers,
-)
+from utils.commands.shared.registry import Action, ChangeSettings, Effect, Reply, RunLines, ShowRows, UseServers
 from utils.comparison.arms import Run
 from utils.comparison.harness import (
     Harness,
@@ -53,7 +45,7 @@ from utils.prompts.conversation import with_reset_hint
 from utils.repl.loaded_pair import STARTING_ENGINE, WARMING_UP, LoadedPair, SessionTools, load_beside
 from utils.repl.status import first_screen, model_facts, server_screen, status_line
 from utils.screen.renderer import Renderer
-from utils.screen.run_view import PromptView, show_comparison, show_report
+from utils.screen.run_view import PromptView, RunView, show_comparison, show_report
 from utils.servers.address import ServerAddress
 from utils.text import encodable, quoted_text, unescape
 
@@ -146,7 +138,7 @@ class Runner:
         refused: dict[str, str] = {}  # the first arm that was refused for each reason, which is shown once
         try:
             for arm, history in planned:
-                view = prompt.begin(arm)
+                view = RunView(prompt, arm)
                 try:
                     run = arm.run(text, settings, history, view)
                     runs.append(run)  # before its last lines, which may fail
@@ -304,7 +296,6 @@ class ReplSession:
         self.harness.state.servers.close()
 
     def status(self) -> str:
-        """The text of the toolbar."""
         return status_line(self.harness.loaded, self.settings, self.harness.state)
 
     def handle(self, line: str) -> Verdict:
@@ -412,7 +403,6 @@ class ReplSession:
         return Runner(self.harness, self._renderer, self._tools.records, echo=not self._tools.interactive)
 
     def _finish_warm_up(self) -> None:
-        """Finish the warm-up before a measurement."""
         if self._loaded.warming.is_planned:
             self._renderer.progress(WARMING_UP)
         self._loaded.warming.finish()

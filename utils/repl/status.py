@@ -53,7 +53,6 @@ def model_facts(
 
 
 def pair_names(pair: Pair | None) -> str:
-    """The names of target and drafter."""
     return "no model" if pair is None else f"{pair.target_name} + {pair.drafter_name or 'no drafter'}"
 
 
@@ -90,7 +89,6 @@ def changed_switches(settings: Settings) -> list[str]:
 
 
 def limits_of(pair: Pair) -> Limits:
-    """The limits of settings for this pair."""
     return Limits(context_length(pair.target) or Limits().context, vocabulary_size(pair.target))
 
 
@@ -101,7 +99,6 @@ def server_screen(servers: Sequence[ServerAddress], settings: Settings, width: i
 
 
 def first_screen(pair: Pair, settings: Settings, seconds: float, width: int) -> list[str]:
-    """The lines of the first screen, without those that only some pairs need."""
     drafter = "no drafter" if pair.drafter is None else pair.drafter_kind
     names = f"{pair.target_name} + {pair.drafter_name if drafter == 'model' else drafter}"
     device = pair.device.upper() if pair.device == "cpu" else pair.device

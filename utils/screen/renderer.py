@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from io import StringIO, TextIOWrapper
-from typing import Literal, TextIO
+from typing import TextIO
 
 import psutil
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len as cell_len
+from rich.cells import set_cell_size
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
 from rich.table import Table
@@ -110,7 +111,7 @@ class ProgressLine:
         if cell_len(line) > room:
             line = set_cell_size(line, room)
         self._is_shown = True
-        self._write(CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
+        put(self._console, CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
 
     def count(self, text: str) -> None:
         """Like `show`, but skips a text that follows the one before it too soon."""
@@ -121,10 +122,7 @@ class ProgressLine:
     def clear(self) -> None:
         if self._is_shown:
             self._is_shown, self._next = False, 0.0
-            self._write(CLEAR_LINE)
-
-    def _write(self, text: str) -> None:
-        put(self._console, text)
+            put(self._console, CLEAR_LINE)
 
 
 class Writer:
@@ -136,7 +134,6 @@ class Writer:
 
     @property
     def table_width(self) -> int:
-        """The maximum width of a table, in columns."""
         return self.console.width if self.wraps else UNLIMITED
 
     def write(self, text: str, *, kept: bool = True) -> None:
@@ -159,7 +156,6 @@ class Writer:
         self.write("\n".join(line.rstrip(" ") for line in lines))
 
     def crash(self) -> None:
-        """The traceback of the exception that is being handled."""
         self._progress.clear()
         self.console.print_exception()
 
@@ -196,18 +192,12 @@ class Renderer:
 
     @property
     def width(self) -> int:
-        """The width of results in columns."""
         return self._out.console.width
 
     @property
     def stream_width(self) -> int | None:
         """The width of streamed text in columns, or None if its lines must not be broken."""
         return self.width if self._out.console.is_terminal else None
-
-    @staticmethod
-    def cells(text: str) -> int:
-        """The width of a text in columns."""
-        return cell_len(text)
 
     def title(self, title: str, colour: str) -> None:
         self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self.is_ascii else "─"))
@@ -257,7 +247,6 @@ class Renderer:
         return self._out.console.encoding == "ascii"
 
     def remark(self, text: str) -> None:
-        """A line about the text above it."""
         self._line(self._out, text, "dim")
 
     def table(
@@ -274,7 +263,6 @@ class Renderer:
         self._draw(report_table(headings, list(rows), self._out.table_width, optional, colours=colours))
 
     def result(self, text: str) -> None:
-        """A sentence among the results."""
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
@@ -316,11 +304,9 @@ class Renderer:
         self._line(self._messages, text, "red")
 
     def crash(self) -> None:
-        """The traceback of a bug."""
         self._messages.crash()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        """Rows without headings; the first column is bold."""
         self._draw(list_table(list(rows), self._out.table_width))
 
     def newline(self) -> None:
@@ -359,7 +345,8 @@ def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
     # A stream is None if it was closed before the start.
     out = open_console(sys.stdout or nowhere, plain=plain)
     messages = out if interactive else open_console(sys.stderr or nowhere, plain=plain)
-    return Renderer(out, messages, colour=not out.no_color, wraps=has_width())
+    has_width = os.environ.get("COLUMNS", "").isdigit()  # of output that is not a terminal
+    return Renderer(out, messages, colour=not out.no_color, wraps=has_width)
 
 
 def open_console(stream: TextIO, *, plain: bool) -> Console:
@@ -379,11 +366,6 @@ def open_console(stream: TextIO, *, plain: bool) -> Console:
         markup=False,
         emoji=False,
     )
-
-
-def has_width() -> bool:
-    """Whether the user has set a width for output that is not a terminal."""
-    return os.environ.get("COLUMNS", "").isdigit()
 
 
 def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
@@ -417,13 +399,6 @@ class _Column:
     @property
     def least_heading(self) -> int:
         return max(map(cell_len, _in_lines(self.heading).split("\n")))
-
-    @property
-    def has_numbers(self) -> bool:
-        return all(cell[:1] in NUMERIC or cell == NOISE for cell in self.cells)
-
-    def heading_for(self, width: int) -> str:
-        return self.heading if cell_len(self.heading) <= width else _in_lines(self.heading)
 
 
 def _in_lines(heading: str) -> str:
@@ -471,8 +446,9 @@ def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Ta
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
-        justify: Literal["left", "right"] = "right" if column.has_numbers else "left"
-        table.add_column(column.heading_for(size), justify=justify, overflow="fold", width=size)
+        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in column.cells)
+        heading = column.heading if cell_len(column.heading) <= size else _in_lines(column.heading)
+        table.add_column(heading, justify="right" if are_numbers else "left", overflow="fold", width=size)
     for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))

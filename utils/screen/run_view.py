@@ -18,7 +18,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import DraftTrace, RoundTiming, first_difference
-from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer
+from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
 from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 
@@ -81,8 +81,7 @@ NOISE = "noise"  # the cell of a speed-up that drafts cannot have caused
 class PromptView:
     """Shows the runs of one prompt: the first text in full, and the differences of the others.
 
-    Texts of servers are shown apart from those of strategies. `tokenizer` is None without loaded models. `shown` are
-    the finished runs whose texts are on the screen.
+    Texts of servers are shown apart from those of strategies. `shown` are the runs whose texts are on the screen.
     """
 
     renderer: Renderer
@@ -90,12 +89,6 @@ class PromptView:
     settings: Settings
     shown: list[Run] = field(default_factory=list)
     has_legend: bool = False
-
-    def begin(self, arm: Arm) -> "RunView":
-        """The view of the next run. Its title is shown if its lines follow now."""
-        view = RunView(self, arm)
-        view.begin()
-        return view
 
 
 class RunView:
@@ -110,16 +103,17 @@ class RunView:
         # With /debug full the drafts of each strategy are worth a look, even if the texts are equal.
         self._in_full = level == "full" or not self._earlier
         self._text = MarkedStream(prompt.tokenizer) if is_local else None
-        self._lines = WrappedText(prompt.renderer.stream_width, prompt.renderer.cells)
+        self._lines = WrappedText(prompt.renderer.stream_width)
         self._pieces: list[MarkedPiece] = []
         self._tokens = self._characters = 0
+        self._begin()
 
     @property
     def is_long(self) -> bool:
         """Whether its whole text or its rounds are shown."""
         return self._in_full or self._shows_rounds
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Show what comes before the first step."""
         if self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
@@ -137,11 +131,9 @@ class RunView:
             self._write([], kept=self._text is not None)
 
     def reading(self, done: int, total: int) -> None:
-        """Show the progress of reading a long prompt."""
         self._renderer.step(f"{self.arm.name}: reading the prompt, {done:,} of {total:,} tokens")
 
-    def step(self, step: Step, timing: RoundTiming | None, traces: Sequence[DraftTrace] = ()) -> None:
-        """Show one more step of a strategy."""
+    def step(self, step: Step, timing: RoundTiming, traces: Sequence[DraftTrace] = ()) -> None:
         assert self._text is not None
         self._tokens += len(step.tokens)
         pieces = self._text.add(step)
@@ -156,7 +148,6 @@ class RunView:
             self._count(f"{self._tokens}/{self._prompt.settings.length} tokens ...")
 
     def piece(self, piece: Piece) -> None:
-        """Show one more piece of a server's answer."""
         self._characters += len(piece.text)
         pieces = [(visible(piece.text), Mark.TEXT)]
         self._pieces += pieces
@@ -225,7 +216,6 @@ class RunView:
 
 
 def figures_line(run: Run, length: int) -> str:
-    """The figures below a text. `length` is the maximum number of new tokens."""
     tokens = "an unknown number of tokens" if run.new_tokens is None else count_of(run.new_tokens, "token")
     parts = [f"{tokens} in {run.seconds:.2f} s"]
     if not run.is_local and run.first_seconds is not None:
@@ -236,7 +226,6 @@ def figures_line(run: Run, length: int) -> str:
 
 
 def legend(*, ascii_only: bool) -> str:
-    """The meaning of signs and shapes."""
     return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
 
 
@@ -258,10 +247,8 @@ def round_pieces(
     return painted
 
 
-def round_timing(step: Step, timing: RoundTiming | None) -> str:
+def round_timing(step: Step, timing: RoundTiming) -> str:
     """The milliseconds of a round by activity, and its number of new tokens."""
-    if timing is None:
-        return ""
     parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
     shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
     return f"{shown} ms | +{len(step.tokens)}"
@@ -284,10 +271,9 @@ def _rejection(trace: DraftTrace, tokenizer: Any) -> str:
         figures += [f"drafter q {trace.q:.2g}", f"p/q {trace.ratio:.2g}"]
     if trace.acceptance is not None and 0 < trace.acceptance < 1:
         figures.append(f"acceptance probability {trace.acceptance:.2g}")
-    near = ", a near miss" if trace.is_near_miss and trace.rank > 1 else ""
     return (
         f"{draft} rejected: the target {verb} {target} (p {trace.target_p:.2g}); "
-        f"{draft} was rank {trace.rank} ({', '.join(figures)}){near}"
+        f"{draft} was rank {trace.rank} ({', '.join(figures)})"
     )
 
 
@@ -297,19 +283,17 @@ def show_round(
     step: Step,
     tokenizer: Any,
     *,
-    timing: RoundTiming | None = None,
+    timing: RoundTiming,
     traces: Sequence[DraftTrace] = (),
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
     pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
-    times = round_timing(step, timing)
-    renderer.pieces(f"{number:4d} ", [*pieces, (times, "dark_grey")] if times else pieces)
+    renderer.pieces(f"{number:4d} ", [*pieces, (round_timing(step, timing), "dark_grey")])
     for line in trace_lines(traces, tokenizer):
         renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
-    """Show one row for each strategy and server."""
     beside_servers = not all(entry.run.is_local for entry in compared)
     columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
     rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
@@ -344,7 +328,6 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
 
 
 def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding], conclusion: Sequence[str]) -> None:
-    """Show the subject of a report, its findings as tables, and its conclusion."""
     cells = [finding.cells for finding in findings if finding.cells]
     renderer.result(report.headline)
     if report.transposed:  # one row for each heading, and one column for each finding
@@ -352,13 +335,6 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.table(headings, rows)
     else:
         renderer.table(report.headings, cells, report.optional)
-    for table in report.tables(findings):
-        renderer.newline()
-        renderer.result(table.title)
-        renderer.table(table.headings, table.rows)
-        if table.note:
-            renderer.remark(table.note)
-            renderer.newline()
     for line in conclusion:
         renderer.result(line)
     if attachment := report.attachment(findings):
@@ -372,7 +348,6 @@ def merged(pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
 
 
 def plain_text(pieces: Iterable[MarkedPiece]) -> str:
-    """The text without its marks."""
     return "".join(text for text, _ in pieces)
 
 
@@ -415,12 +390,12 @@ class MarkedStream:
 class WrappedText:
     """Growing text, wrapped at word boundaries: a word is held back until it is known to fit into the line.
 
-    `width` is the number of columns, and None does not wrap. `cells` returns the number of columns of a text. Wide
-    characters are usually written without spaces, so a line may end at any of them.
+    `width` is the number of columns, and None does not wrap. Wide characters are usually written without spaces, so a
+    line may end at any of them.
     """
 
-    def __init__(self, width: int | None, cells: Callable[[str], int] = len) -> None:
-        self._width, self._cells = width, cells
+    def __init__(self, width: int | None) -> None:
+        self._width = width
         self._column = 0
         self._gap: list[MarkedPiece] = []
         self._word: list[MarkedPiece] = []
@@ -445,17 +420,17 @@ class WrappedText:
             self._gap.append((character, mark))
         else:
             # A wide character ends the word before it and is a word of its own.
-            wide = self._cells(character) > 1
+            wide = cell_len(character) > 1
             shown += self.end() if wide and self._word else []
             self._word.append((character, mark))
             # A word as wide as the line is shown at once, because no other line could hold it.
-            shown += self.end() if wide or self._cells(plain_text(self._word)) >= self._width else []
+            shown += self.end() if wide or cell_len(plain_text(self._word)) >= self._width else []
 
     def end(self) -> list[MarkedPiece]:
         """The text that was held back."""
         gap, word, self._gap, self._word = self._gap, self._word, [], []
-        word_size = self._cells(plain_text(word))
-        size = self._cells(plain_text(gap).expandtabs()) + word_size
+        word_size = cell_len(plain_text(word))
+        size = cell_len(plain_text(gap).expandtabs()) + word_size
         # The gap is dropped where the line breaks.
         if word and self._column and self._width is not None and self._column + size > self._width:
             self._column = word_size

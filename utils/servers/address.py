@@ -6,7 +6,6 @@ and torch is not imported.
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from utils.bounds import RealRange, WholeRange
 from utils.errors import UserError, check_choice
-from utils.text import visible
+from utils.text import split_words, visible
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,31}", re.ASCII)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
@@ -45,11 +44,9 @@ Default = TypeVar("Default")
 class ServerAddress:
     """One server as the user named it. `server_address` checks the values.
 
-    `url` has no slash at its end; a path such as /v1 may be part of it. A `model` of None means the server's only
-    model. `key` is the name of the environment variable with the key. `baseline` is the server or strategy to compare
-    speed and text with. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of
-    seconds without new content. `ca` is a file with certificates to trust. `omit` and `rename` change the fields of
-    requests, as in FIELDS.
+    `url` has no slash at its end; a path such as /v1 may be part of it. `key` is the name of the environment variable
+    with the key. `same` names a server, or the target, on an equal machine. `timeout` is the maximum number of seconds
+    without new content. `omit` and `rename` change the fields of requests, as in FIELDS.
     """
 
     name: str
@@ -81,7 +78,6 @@ class ServerAddress:
 
     @property
     def sends_key_in_clear(self) -> bool:
-        """Whether a key crosses a network without encryption."""
         return self.key is not None and self.host != LOOPBACK and self.url.startswith("http:")
 
     def changed(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,14 +182,6 @@ def parse_server_flag(text: str, number: int) -> ServerAddress:
     return server_address(name, url, **parse_words(words[1:], OPTIONS, most=0)[1])
 
 
-def split_words(text: str) -> list[str]:
-    """Words that may be quoted as in a shell. Raises UserError for unclosed quotation marks."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError("a quotation mark is not closed.") from error
-
-
 def parse_words(words: Sequence[str], options: Sequence[str], *, most: int) -> tuple[list[str], dict[str, str]]:
     """The plain words, at most `most`, and the values of `NAME=VALUE` by name.
 
@@ -262,23 +250,23 @@ def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) 
     Raises UserError for two flags of the same name and for a baseline that does not exist.
     """
     names = [address.name for address in given]
-    kept = [address for address in configured if address.name not in names]
-    addresses: tuple[ServerAddress, ...] = ()
-    for address in (*kept, *given):  # a later server may be the baseline, so these are checked at the end
-        with_server(addresses, replace(address, baseline=None, same=None))
-        addresses = (*addresses, address)
-    return check_baselines(addresses)
+    return checked([*(address for address in configured if address.name not in names), *given])
 
 
-def with_server(addresses: Sequence[ServerAddress], added: ServerAddress) -> tuple[ServerAddress, ...]:
-    """The addresses and one more. Raises UserError if its name is taken."""
-    if any(address.name == added.name for address in addresses):
-        raise UserError(f"There is a server {added.name} already; /server remove {added.name} removes it.")
-    if added.name == TARGET:
+def checked(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
+    """The addresses themselves. Raises UserError if a name is taken, or if a server that one names is not there."""
+    names = [address.name for address in addresses]
+    if taken := next((name for place, name in enumerate(names) if name in names[:place]), ""):
+        raise UserError(f"There is a server {taken} already; /server remove {taken} removes it.")
+    if TARGET in names:
         raise UserError(f"{TARGET} is the local target; choose another name.")
-    if len(addresses) >= MAX_SERVERS:
+    if len(names) > MAX_SERVERS:
         raise UserError(f"At most {MAX_SERVERS} servers can be used at once; /server remove NAME removes one.")
-    return check_baselines((*addresses, added))
+    for address in addresses:
+        for option in NAMES:
+            if (name := getattr(address, option)) is not None:
+                check_choice(name, (*names, TARGET), option)
+    return tuple(addresses)
 
 
 def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[ServerAddress, ...]:
@@ -291,13 +279,3 @@ def without_server(addresses: Sequence[ServerAddress], name: str) -> tuple[Serve
         unnamed: dict[str, Any] = {option: None for option in NAMES if getattr(address, option) == name}
         kept += [replace(address, **unnamed)] if address.name != name else []
     return tuple(kept)
-
-
-def check_baselines(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The addresses themselves. Raises UserError if a server that one of them names is not among them."""
-    names = (*(address.name for address in addresses), TARGET)
-    for address in addresses:
-        for option in NAMES:
-            if (name := getattr(address, option)) is not None:
-                check_choice(name, names, option)
-    return tuple(addresses)

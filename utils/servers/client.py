@@ -65,7 +65,6 @@ class ServerClient:
         self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         self._http.close()
 
     def is_ready(self) -> bool:
@@ -83,7 +82,6 @@ class ServerClient:
         return True
 
     def models(self) -> list[str]:
-        """The names of the server's models."""
         try:
             names = [str(entry["id"]) for entry in self.get_json("/v1/models")["data"]]
         except (LookupError, TypeError) as error:
@@ -309,7 +307,7 @@ class AnswerStream:
         self._has_ids &= all(
             believed(token, self._request.vocabulary - 1) is not None for token in piece.token_ids or ()
         )
-        if piece.has_content:
+        if piece.text or piece.token_ids or piece.finish_reason:  # the end token comes with the finish reason
             self._last = seconds
             self.received += len(piece.text)
             self._tokens += len(piece.token_ids or ())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from utils.errors import UserError
-from utils.servers.address import ServerAddress, with_server
+from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
@@ -31,7 +31,6 @@ class Connection:
 
     @property
     def client(self) -> ServerClient:
-        """The client, opened on first use."""
         if self._client is None:
             self._client = ServerClient(self.address)
         return self._client
@@ -131,9 +130,8 @@ class ServerList:
     def start(self, address: ServerAddress, launch: Launch) -> Iterator[str]:
         """Start a local server and use it from now on. Yields progress. `address` has everything but the URL.
 
-        Raises UserError as LocalServers.start does, and for a name that is taken.
+        Raises UserError as LocalServers.start does.
         """
-        with_server(self.addresses, address)
         url = yield from self.local.start(address.name, launch)
         self.use((*self.addresses, replace(address, url=url)))
 

@@ -25,8 +25,8 @@ MOST_CLIENTS = 256  # at the same time, also for requests that arrive at given t
 class LoadRequest:
     """One request that was answered or has failed.
 
-    `number` is its place among the requests, and `sent` the time in seconds after the beginning. `acceptance` has the
-    drafts that the answer itself reports. A failed request has an `error` and no `completion`.
+    `number` is its place among the requests, and `sent` the time in seconds after the beginning. `acceptance` is what
+    the answer itself reports. A failed request has no `completion`.
     """
 
     number: int
@@ -46,10 +46,9 @@ class LoadRequest:
 class LoadSlice:
     """The answers to a number of requests.
 
-    `requests` are those that have ended, in the order of their ends. `unfinished` counts those that were not sent or
-    were ended when the time was over. `seconds` is the time from the first request to the last complete answer.
-    `acceptance` covers all requests, or is None if nothing was drafted or known. `other_tokens` were generated for
-    other clients meanwhile, or it is None.
+    `requests` are in the order of their ends. `unfinished` counts those that were not sent or were ended when the time
+    was over. `seconds` is the time from the first request to the last complete answer. `acceptance` covers all
+    requests.
     """
 
     requests: tuple[LoadRequest, ...]
@@ -60,12 +59,10 @@ class LoadSlice:
 
     @property
     def completions(self) -> list[ServerCompletion]:
-        """The complete answers in the order of their ends."""
         return [one.completion for one in self.requests if one.completion is not None]
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each failed request."""
         return [one.error for one in self.requests if one.error]
 
     @property

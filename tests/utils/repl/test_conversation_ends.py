@@ -52,7 +52,7 @@ def test_turns_have_no_effect_without_a_template(view: Screen, build: Any) -> No
     session = open_session(view, build())
     view.take()
     handled(session, "/turns on")
-    assert NO_EFFECT.format("chat") in view.take()[1]
+    assert NO_EFFECT in view.take()[1]
     handled(session, "/length 3", "Hello", "And why?")
     assert jobs_of(session)["target"].turn == 0
 

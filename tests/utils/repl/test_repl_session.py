@@ -10,6 +10,7 @@ from paths import ROOT
 
 from sampling import autoregressive_generate
 from utils.decode.steps import Step
+from utils.metrics.results import RoundTiming
 from utils.prompts.conversation import prompt_ids
 from utils.repl.repl_session import ReplSession, Verdict
 from utils.screen.renderer import Mark
@@ -257,8 +258,8 @@ def test_debug_shows_a_line_per_round_and_then_the_text(view: Screen) -> None:
 
 def test_colours_in_debug_are_green_red_and_blue() -> None:
     view = screen(colour=True)
-    show_round(view.renderer, 1, Step((5, 6), 1, 7), None)
-    show_round(view.renderer, 2, Step((5,), 1, 7), None)
+    show_round(view.renderer, 1, Step((5, 6), 1, 7), None, timing=RoundTiming(0, 0, 0))
+    show_round(view.renderer, 2, Step((5,), 1, 7), None, timing=RoundTiming(0, 0, 0))
     first, second = view.take()[0].splitlines()
     assert "\x1b[32m+5" in first and "\x1b[31m-6" in first and "\x1b[34m=7" in first
     assert "\x1b[34m*7" in second

@@ -88,7 +88,7 @@ def test_lines_are_wrapped_between_words_however_the_text_is_split(parts: list[s
 
 def wrapped(pieces: list[MarkedPiece], width: int | None) -> list[MarkedPiece]:
     """Pieces that arrive one by one."""
-    lines = WrappedText(width, cell_len)
+    lines = WrappedText(width)
     shown = [part for piece in pieces for part in lines.add([piece])]
     return shown + lines.end()
 

@@ -17,7 +17,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Generation, collect
 from utils.repl.repl_session import Verdict
-from utils.screen.run_view import PromptView, show_table
+from utils.screen.run_view import PromptView, RunView, show_table
 
 TOKENIZER = tiny_tokenizer()
 ROWS = {row.name: row for row in STRATEGIES}
@@ -41,7 +41,7 @@ def shown(view: Screen, *, debug: str = "off", **texts: list[Step]) -> str:
     """The results on the screen after these runs."""
     prompt = PromptView(view.renderer, TOKENIZER, Settings(debug=debug))
     for name, steps in texts.items():
-        run_view = prompt.begin(arm_of(ROWS[name]))
+        run_view = RunView(prompt, arm_of(ROWS[name]))
         run_view.end(local_run(ROWS[name], collect(iter(steps), run_view.step)))
     results, _ = view.take()
     return results
@@ -76,9 +76,9 @@ def test_texts_are_compared_by_their_tokens(view: Screen) -> None:
 def test_a_strategy_that_failed_has_its_title_above_its_error(view: Screen) -> None:
     prompt = PromptView(view.renderer, TOKENIZER, Settings())
     for name in ("speculative", "ngram"):
-        prompt.begin(arm_of(ROWS[name])).failed()
+        RunView(prompt, arm_of(ROWS[name])).failed()
         assert view.take()[0].count(ROWS[name].title) == 1
-        run_view = prompt.begin(arm_of(ROWS["target"]))
+        run_view = RunView(prompt, arm_of(ROWS["target"]))
         run_view.end(local_run(ROWS["target"], collect(iter(plain("abc")), run_view.step)))
         view.take()
 
@@ -105,7 +105,7 @@ def test_a_run_shows_how_far_it_has_got_on_a_terminal_only() -> None:
     view = screen(colour=True)
     prompt = PromptView(view.renderer, TOKENIZER, Settings())
     for name in ("speculative", "ngram"):
-        run_view = prompt.begin(arm_of(ROWS[name]))
+        run_view = RunView(prompt, arm_of(ROWS[name]))
         steps = plain("abcd")
         for step in steps:
             run_view.step(step, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Self, TypeVar
 
-from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened
@@ -136,7 +136,6 @@ class RaceResult:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second over all turns."""
         return pooled_run(self.ours).tokens_per_second
 
     @property
@@ -214,7 +213,6 @@ class ArmRace:
 
     @property
     def _has_file(self) -> bool:
-        """Whether the items are different prompts."""
         return len({item.number for item in self.items}) > 1
 
     def _warm_up(self) -> None:
@@ -259,7 +257,6 @@ class ArmRace:
                 self.harness.state.servers.note_text(address.name, item.prompt.text, one.comparisons[0].same)
 
     def is_gone(self, arm: Arm) -> bool:
-        """Whether a server does not answer any more."""
         return self.failures.get(arm.name, 0) >= MOST_FAILURES
 
     def _note(self, sentence: str) -> Iterator[Note]:
@@ -308,13 +305,10 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
 
 
 def _same_text(row: Row) -> str:
-    """How many of the compared texts are the baseline's."""
     return f"same {row['same_texts']}/{row['compared_texts']}" if row["compared_texts"] else NOTHING
 
 
 def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> ResultColumn:
-    """A column with the median of a list of figures."""
-
     def shown(row: Row) -> str:
         known = [value for value in row[key] if value]
         return form.format(scale * median(known)) if known else NOTHING
@@ -400,7 +394,6 @@ def _server_figures(group: Sequence[RaceResult]) -> dict[str, Any]:
 
 
 def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:
-    """The speed-ups of each prompt in its repeats."""
     by_prompt: dict[int, list[float]] = {}
     for result in group:
         if speedup := result.speedup:
@@ -454,7 +447,6 @@ def with_bounds(row: Row) -> str:
 
 
 def other_reasons(rows: Sequence[Row]) -> list[str]:
-    """A warning for each gain of a server whose drafts are unknown."""
     doubtful = (row for row in rows if "baseline" in row and row["verdict"] == FASTER and not row["drafted"])
     return [OTHER_REASON.format(row["strategy"]) for row in doubtful]
 
@@ -488,7 +480,6 @@ def _missing_baselines(rows: Sequence[Row]) -> list[str]:
 
 
 def _next(rows: Sequence[Row], *, of_file: bool) -> list[str]:
-    """What to do next, from the figures of all prompts."""
     rivals = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE]
     if not rivals or all(row["speedup"] is None for row in rows):
         return [NO_TARGET if rivals else NO_RIVAL]

@@ -24,7 +24,7 @@ from sampling.counterfactual import (
     replay,
 )
 from utils.bounds import AUTO_GAMMA
-from utils.commands.shared.registry import Row
+from utils.commands.shared.result_tables import Row
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Countdown, Progress
 from utils.comparison.strategies import Job, Strategy
@@ -52,25 +52,19 @@ class GammaRounds(NamedTuple):
     timings: list[RoundTiming]
 
 
-class ReplayProgress(NamedTuple):
-    """How much of the work for one strategy is done, from 0 to 1."""
-
-    strategy: Strategy
-    fraction: float
-
-
 def replay_events(
-    job: Job, strategies: Sequence[Strategy], tokens: list[int]
-) -> Iterator[GammaRounds | ReplayProgress]:
+    job: Job, strategies: Sequence[Strategy], tokens: list[int], where: str = ""
+) -> Iterator[GammaRounds | Progress]:
     """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`, with progress
-    in between.
+    in between that begins with `where`.
 
     All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
     cannot be run.
     """
     needs_features = any(strategy.needs_drafter for strategy in strategies)
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
-    for strategy in strategies:
+    countdown = Countdown()
+    for place, strategy in enumerate(strategies):
         # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
         longest = _build(job, strategy, AUTO_GAMMA)
         drafts: list[Draft] = []
@@ -78,13 +72,15 @@ def replay_events(
             at_once = AUTO_GAMMA if longest.replay is Replay.BY_ROUND else 1
             for draft in drafts_along(text, longest.drafter, at_once):
                 drafts.append(draft)
-                yield ReplayProgress(strategy, len(drafts) / (len(tokens) + AUTO_GAMMA))
+                done = place + len(drafts) / (len(tokens) + AUTO_GAMMA)
+                yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
         recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
         for gamma in range(AUTO_GAMMA + 1):
             drafter = recorded or _build(job, strategy, gamma).drafter
             yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
             if not recorded:
-                yield ReplayProgress(strategy, (gamma + 1) / (AUTO_GAMMA + 2))
+                done = place + (gamma + 1) / (AUTO_GAMMA + 2)
+                yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
         adaptive = _build(job, strategy, None).drafter
         yield GammaRounds(strategy, None, *replay(text, adaptive, job.decoding, gamma=AUTO_GAMMA))
 
@@ -112,7 +108,6 @@ def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int
 
 
 def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
-    """The recorded drafts as rounds."""
     if built.replay is Replay.BY_ROUND:
         return drafts
     return [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
@@ -153,7 +148,6 @@ class TargetTiming:
         return cls(max(0.0, run.first_seconds - step), step)
 
     def alone(self, tokens: int) -> float:
-        """Seconds for this many tokens without drafts."""
         return self.start + self.step * tokens
 
     def predict(self, steps: Sequence[Step], costs: Costs, drafting: float) -> float:
@@ -172,7 +166,6 @@ def target_run(last: LastPrompt) -> Generation:
 
 
 def gamma_text(gamma: int | None) -> str:
-    """A draft length in words."""
     return "auto" if gamma is None else str(gamma)
 
 
@@ -195,11 +188,10 @@ def predictions(
     """
     timing, tokens, prompt = TargetTiming.of(run), run.tokens, len(job.prompt)
     # Times grow linearly with the context, so the costs in the middle of the run are the mean costs.
-    costs, countdown = (job.settings.costs or Costs()).at(prompt + len(tokens) // 2), Countdown()
-    for event in replay_events(job, strategies, tokens):
-        if isinstance(event, ReplayProgress):
-            done = (strategies.index(event.strategy) + event.fraction) / len(strategies)
-            yield from countdown.at(done, f"{where} {event.strategy.name}, {done:.0%} done")
+    costs = (job.settings.costs or Costs()).at(prompt + len(tokens) // 2)
+    for event in replay_events(job, strategies, tokens, where):
+        if isinstance(event, Progress):
+            yield event
             continue
         strategy, gamma, steps, timings = event
         # Every draft at the cost of its drafter kind, which also reads the prompt once.
@@ -215,8 +207,7 @@ class TimeSplit:
     """How runs with drafts spent their seconds.
 
     `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
-    `verifying` the extra time of verify passes. `other` is processors, noise and verification rules. `target` is the
-    time of the target's runs.
+    `verifying` the extra time of verify passes. `target` is the time of the target's runs.
     """
 
     prefill: float
@@ -262,7 +253,6 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
 
 
 def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float) -> dict[str, Any]:
-    """Drafts, costs and limits of runs beside the target's."""
     run, split = pooled(ours for ours, _ in pairs), TimeSplit.of(pairs)
     drafts = sum(part.drafts for ours, _ in pairs for part in ours.timings)
     figures: dict[str, Any] = {

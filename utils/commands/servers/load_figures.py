@@ -10,8 +10,17 @@ from statistics import fmean
 from typing import Any
 
 from utils.commands.experiments.races import OTHER_REASON
-from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, marked, rate_of
-from utils.comparison.records import Finding, ReportTable
+from utils.commands.shared.result_tables import (
+    NOTHING,
+    ResultColumn,
+    ResultTable,
+    Row,
+    figure,
+    figures_of,
+    marked,
+    rate_of,
+)
+from utils.comparison.records import Finding
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
@@ -43,9 +52,7 @@ STOPS = "Speculation stops paying between {} and {} requests {}."
 NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
 GOODPUT = "Goodput counts the requests a second with {}."
-BY_POSITION = "acceptance by position of the draft"
-SURFACE = "tokens/s by load and draft length"
-IS_BEST = f"best: measurably faster than every other length, in {MIN_VALUES} turns or more."
+BY_POSITION = "{}, {}: of drafts at position 1, 2, ... these shares were accepted: {}."
 WINNER = "{}: {} is the fastest{}."
 NO_WINNER = "{}: no length is measurably faster than all others; {} is the shortest that is not measurably slower{}."
 UNTOLD = "{}: too little was measured to tell; the highest is {}{}."
@@ -73,7 +80,6 @@ class Load:
 
     @classmethod
     def of(cls, row: Row) -> "Load":
-        """The load of a row."""
         return cls(row["concurrency"] or row["rate"], is_rate=row["rate"] is not None)
 
     @property
@@ -127,7 +133,6 @@ class LoadCell:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens of all turns divided by their seconds."""
         counted = [one for one in self.slices.values() if one.tokens is not None]
         seconds = sum(one.seconds for one in counted)
         return sum(one.tokens or 0 for one in counted) / seconds if seconds else None
@@ -201,7 +206,6 @@ class LoadCell:
         }
 
     def request_records(self) -> Iterator[dict[str, Any]]:
-        """One record for each request, in the order of their ends."""
         for turn, measured in self.slices.items():
             for one in measured.requests:
                 yield {
@@ -220,7 +224,6 @@ class LoadCell:
 
 
 def load_rows(cells: Mapping[tuple[Load, str], LoadCell]) -> Iterator[dict[str, Any]]:
-    """The rows of all cells that have measurements."""
     for (load, _), cell in cells.items():
         if cell.slices:
             same = [one for (other, _), one in cells.items() if other == load and one.slices and not one.saved_nothing]
@@ -266,8 +269,6 @@ def _ratios(cell: LoadCell, baseline: LoadCell) -> Iterator[float]:
 
 
 def _times(heading: str, key: str, *, drop: int = 0) -> ResultColumn:
-    """A column with the percentiles of a time in milliseconds."""
-
     def shown(row: Row) -> str:
         values = row[key]
         return NOTHING if values is None else f"{'/'.join(f'{1000 * value:.0f}' for value in values)} ms"
@@ -280,15 +281,11 @@ def _requests_text(row: Row) -> str:
     return f"{row['requests']} of {sent}" if row["failed"] else str(sent)
 
 
-LOAD = ResultColumn("load", lambda row: str(Load.of(row)))
-SERVER = ResultColumn("server", _label)
-
-
 def load_table(limits: LatencyLimits) -> ResultTable:
     """The columns. Goodput needs limits."""
     return ResultTable(
-        LOAD,
-        SERVER,
+        ResultColumn("load", lambda row: str(Load.of(row))),
+        ResultColumn("server", _label),
         marked(figure("tokens/s", "tokens_per_second", "{:.1f}")),
         _times("first token", "first_token_seconds", drop=5),
         _times("per token", "token_seconds"),
@@ -300,43 +297,6 @@ def load_table(limits: LatencyLimits) -> ResultTable:
         ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
         ResultColumn("requests", _requests_text, drop=1),
     )
-
-
-def load_tables(findings: Sequence[Finding]) -> list[ReportTable]:
-    """Throughput by load and draft length, and the acceptance of the first, second, ... draft token where known."""
-    rows = figures_of(findings)
-    return [*_surface([row for row in rows if row.get("draft") is not None]), *_positions(rows)]
-
-
-def _surface(rows: Sequence[Row]) -> list[ReportTable]:
-    lengths, loads = sorted({row["draft"] for row in rows}), dict.fromkeys(map(Load.of, rows))
-    if not rows:
-        return []
-    cells = {(Load.of(row), row["draft"]): _surface_cell(row) for row in rows}
-    lines = ((str(load), *(cells.get((load, draft), NOTHING) for draft in lengths)) for load in loads)
-    return [ReportTable(SURFACE, ("load", *map(_length, lengths)), tuple(lines), IS_BEST)]
-
-
-def _surface_cell(row: Row) -> str:
-    speed = NOTHING if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}"
-    return f"{speed}{f' ({speedup_text(row)})' if row['speedups'] else ''}{' best' if row['fastest'] else ''}"
-
-
-def _positions(rows: Sequence[dict[str, Any]]) -> list[ReportTable]:
-    known = [row for row in rows if row["accepted_by_position"]]
-    if not known:
-        return []
-    positions = map(_position, range(max(len(row["accepted_by_position"]) for row in known)))
-    table = ResultTable(LOAD, SERVER, *positions)
-    return [ReportTable(BY_POSITION, table.headings, tuple(table.finding(row).cells for row in known))]
-
-
-def _position(index: int) -> ResultColumn:
-    def shown(row: Row) -> str:
-        pairs = row["accepted_by_position"][index : index + 1]
-        return "".join(f"{accepted / verified:.3f}" for accepted, verified in pairs) or NOTHING
-
-    return ResultColumn(str(index + 1), shown)
 
 
 def conclusion(findings: Sequence[Finding]) -> list[str]:
@@ -353,6 +313,9 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
     elif all(row["baseline"] is None for row in rows):
         lines.append(NO_BASELINE)
     lines += dict.fromkeys(row["not_compared"] for row in rows if row["not_compared"])
+    for row in rows:
+        if rates := [f"{accepted / tried:.2f}" for accepted, tried in row.get("accepted_by_position") or ()]:
+            lines.append(BY_POSITION.format(_label(row), Load.of(row), " ".join(rates)))
     lines += [f"Acceptance: {note}." for note in dict.fromkeys(chain(*(row["acceptance_notes"] for row in rows)))]
     for name in dict.fromkeys(map(_label, rows)):
         own = [row for row in rows if _label(row) == name]

@@ -15,16 +15,8 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments.races import with_bounds
 from utils.commands.experiments.speed_model import expected_drafts, read_text
-from utils.commands.shared.registry import (
-    NOTHING,
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    path_in,
-)
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
@@ -55,13 +47,14 @@ from utils.metrics.intervals import SLOWER, Interval, speedup_interval
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import other_readings
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import parse_numbers, parse_words, split_words, without_key
-from utils.servers.connection import Connection
+from utils.servers.address import parse_numbers, parse_words, without_key
+from utils.servers.client import ServerClient
+from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import ServerError, setup_facts
+from utils.servers.kinds.server_kind import ServerError, ServerKind, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
 from utils.servers.processes.programs import NGRAM
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 OPTIONS = {
     "prompts": (FEWEST, WholeRange(2, 1000)),
@@ -131,33 +124,30 @@ SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
     "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
 )
-TABLE = ResultTable(
-    figure("texts", "texts"),
-    ResultColumn("draft", lambda row: str(row["position"] + 1)),
-    figure("measured", "measured", "{:.3f}"),
-    figure("expected", "expected", "{:.3f}"),
-    ResultColumn("loss, 95 % interval", lambda row: _interval(row)),
-    figure("chance of that", "p", "{:.2g}"),
-)
 
 
 def _interval(row: Row) -> str:
     return NOTHING if row["measured"] is None else f"{row['loss']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})"
 
 
+TABLE = ResultTable(
+    figure("texts", "texts"),
+    ResultColumn("draft", lambda row: str(row["position"] + 1)),
+    figure("measured", "measured", "{:.3f}"),
+    figure("expected", "expected", "{:.3f}"),
+    ResultColumn("loss, 95 % interval", _interval),
+    figure("chance of that", "p", "{:.2g}"),
+)
+
+
 def row_of(contrast: Contrast) -> dict[str, Any]:
-    """The figures of a comparison, for its row in the table and in records."""
     names = ("position", "prompts", "measured", "expected", "loss", "p")
-    bounds = {name: value if contrast.measured is not None else None for name, value in _bounds(contrast).items()}
+    low, high = max(-1.0, contrast.low), min(1.0, contrast.high)
+    bounds = {"low": low, "high": high} if contrast.measured is not None else {"low": None, "high": None}
     return {"texts": contrast.probe, **{name: getattr(contrast, name) for name in names}, **bounds}
 
 
-def _bounds(contrast: Contrast) -> dict[str, float]:
-    return {"low": max(-1.0, contrast.low), "high": min(1.0, contrast.high)}
-
-
 def sentence(cause: DraftCause, contrast: Contrast) -> str:
-    """What was found, with the figures that tell it apart."""
     measured = contrast.measured or 0.0
     kind = CLIFF if measured < ODD * contrast.expected else DECLINE
     later, place = contrast.position + 1, PLACE.get(contrast.probe, "")
@@ -165,13 +155,11 @@ def sentence(cause: DraftCause, contrast: Contrast) -> str:
 
 
 def checked(found: Sequence[Contrast]) -> str:
-    """How many comparisons were made, and how often they give a false alarm."""
     prompts = count_of(max(one.prompts for one in found), "prompt")
     return CHECKED.format(count_of(len(found), "comparison"), prompts, ALARM)
 
 
 def unclear(contrast: Contrast | None, prompts: int) -> str:
-    """What could not be decided."""
     where = "" if contrast is None else f" at draft {contrast.position + 1} of {contrast.probe} texts"
     return UNCLEAR.format(prompts, where, max(FEWEST, 2 * prompts) if contrast is None else contrast.needed)
 
@@ -200,9 +188,9 @@ class ServerText:
 class ServerExamination:
     """One examination of a server, and what it has found so far.
 
-    `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are the
-    server's answers by the kind of texts and the place of the prompt. `draft` is the number of drafts a round, by the
-    server's counts. Without `by_position`, all positions are compared together, as the first draft.
+    `recorded` are the runs of another machine by prompt; without them the loaded pair is compared. `texts` are by the
+    kind of texts and the place of the prompt. Without `by_position`, all positions are compared as the first draft.
+    `off_on` is the kind of texts on which no drafts were made.
     """
 
     harness: Harness
@@ -219,7 +207,6 @@ class ServerExamination:
     facts: dict[str, str] = field(default_factory=dict)
     speedups: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
-    is_off: bool = False
     off_on: str = ""
     probes: list[Probe] = field(default_factory=list)
     found: list[Contrast] = field(default_factory=list)
@@ -237,7 +224,6 @@ class ServerExamination:
         return self.settings.processor.effective_temperature or 1.0
 
     def events(self) -> Iterator[ReportEvent]:
-        """Ask the server, replay its texts, compare."""
         self.facts = self._setup()
         if self.facts:
             yield Note(f"{self.name} runs: {', '.join(f'{name} {value}' for name, value in self.facts.items())}.")
@@ -250,8 +236,8 @@ class ServerExamination:
                     self.texts.pop(kind, None)
                     continue
                 raise
-            if self.is_off:
-                self.cause, self.off_on = OFF_ON.get(kind, DraftCause.OFF), kind
+            if self.off_on:
+                self.cause = OFF_ON.get(kind, DraftCause.OFF)
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
                 return
@@ -283,15 +269,10 @@ class ServerExamination:
         if tokens:
             yield LONG, long_prompts(self.prompts, tokens, lambda text: len(pair.tokenizer(text)["input_ids"]))
         kind, client = self.connection.kind, self.connection.client
-        theirs = kind.tokens(client, self._chat(self.prompts[0]), special=True)
+        chat = self._request(TEMPLATE, self.prompts[0])(kind, client).prompt
+        theirs = kind.tokens(client, chat, special=True) if isinstance(chat, Chat) else None
         if theirs is not None and theirs != tuple(self.harness.prompt_ids(self.prompts[0], self.settings)):
             yield TEMPLATE, self.prompts
-
-    def _chat(self, text: str) -> Chat:
-        system = self.settings.system
-        return Chat(
-            (*([] if system is None else [{"role": "system", "content": system}]), {"role": "user", "content": text})
-        )
 
     def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
@@ -312,21 +293,27 @@ class ServerExamination:
                 found[place] = self._text(answer, prompt, drafts)
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
-        self.is_off = not found and not why
+        self.off_on = "" if found or why else kind
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
 
-    def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
-        make = request_maker(self.harness.loaded, prompt, self.settings)
+    def _request(self, kind: str, prompt: str) -> RequestFor:
+        """The request for a prompt, which the server puts into its own template for texts of the kind TEMPLATE."""
+        pair, settings = self.harness.loaded, self.settings
+        if kind == TEMPLATE:
+            pair, settings = None, replace(settings, chat=True, chat_template=True)
+        make = request_maker(pair, prompt, settings)
 
-        def request(own: Any, client: Any) -> ServerRequest:
+        def request(own: ServerKind, client: ServerClient) -> ServerRequest:
             made = replace(make(own, client), max_tokens=self.length)
             if self.recorded:
                 return made
-            made = replace(made, temperature=self.temperature if kind == SAMPLED else 0.0, top_k=0, top_p=1.0)
-            return replace(made, prompt=self._chat(prompt)) if kind == TEMPLATE else made
+            return replace(made, temperature=self.temperature if kind == SAMPLED else 0.0, top_k=0, top_p=1.0)
 
-        answer = connection.ask(request)
+        return request
+
+    def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
+        answer = connection.ask(self._request(kind, prompt))
         if answer.finish is FinishReason.INTERRUPTED:
             raise KeyboardInterrupt
         return answer
@@ -335,34 +322,26 @@ class ServerExamination:
         """The answer with its ids, which the local tokenizer makes where the server gives none."""
         if self.recorded:
             return ServerText([], [], drafts)
-        request, client, pair = answer.request, self.connection.client, self.harness.pair
-        sent = None if request is None else request.prompt
-        ids = (
-            sent if isinstance(sent, tuple) or sent is None else self.connection.kind.tokens(client, sent, special=True)
-        )
-        prompt_ids = list(ids or self.harness.prompt_ids(prompt, self.settings))
-        tokens = answer.token_ids
-        tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"]) if tokens is None else tokens
+        pair, sent, tokens = self.harness.pair, answer.request and answer.request.prompt, answer.token_ids
+        if isinstance(sent, str | Chat):
+            sent = self.connection.kind.tokens(self.connection.client, sent, special=True)
+        prompt_ids = list(sent or self.harness.prompt_ids(prompt, self.settings))
+        if tokens is None:
+            tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
         if max((*prompt_ids, *tokens), default=0) >= vocabulary_size(pair.target):
             raise UserError(OTHER_IDS.format(self.name))
         return ServerText(prompt_ids, list(tokens), drafts)
 
     def _note_speed(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> None:
         """The speed of a greedy answer beside that of the baseline, which answers the same prompt."""
-        if (
-            self.baseline is None
-            or not answer.decode_tokens_per_second
-            or not drafts.forwards
-            or not answer.token_count
-        ):
+        speed, tokens = answer.decode_tokens_per_second, answer.token_count
+        if self.baseline is None or not (speed and drafts.forwards and tokens):
             return
-        other = self._ask(self.baseline, GREEDY, prompt).decode_tokens_per_second
-        if other:
-            self.speedups.append(answer.decode_tokens_per_second / other)
-            self.forwards.append(answer.token_count / drafts.forwards)
+        if other := self._ask(self.baseline, GREEDY, prompt).decode_tokens_per_second:
+            self.speedups.append(speed / other)
+            self.forwards.append(tokens / drafts.forwards)
 
     def _compare(self) -> Iterator[ReportEvent]:
-        """Replay the texts, and find the cause."""
         known = [text for texts in self.texts.values() for text in texts.values()]
         self.by_position = all(text.drafts.by_position for text in known)
         if not self.by_position:
@@ -436,7 +415,6 @@ class ServerExamination:
             self.reading = NOT_A_READING.format(len(others))
 
     def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        """The verdict, the figure that shows it, and how sure it is."""
         if self.off_on:
             missing = NO_DRAFTS if self.cause is DraftCause.OFF else NONE_ON
             return [missing.format(self.name, self.off_on), *self._flags()]
@@ -478,7 +456,6 @@ def _arguments(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _drafts_a_round(texts: Sequence[ServerText]) -> int:
-    """The number of drafts a round, by the server's counts."""
     longest = max(len(text.drafts.by_position) for text in texts)
     rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
     # A position that no round has reached is not among the positions.
@@ -515,15 +492,12 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
 
 
 def _prompts(words: Sequence[str], recorded: Mapping[str, RecordedRun]) -> Sequence[str]:
-    """The prompts of the file, those of the records, or else the built-in ones."""
     if words:
         found = tuple(dict.fromkeys(prompt.text for prompt in read_prompts(path_in(words[0], EXAMPLE))))
-        found = tuple(prompt for prompt in found if prompt in recorded or not recorded)
-    else:
-        found = tuple(recorded) or tuple(prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured)
-    if not found:
-        raise UserError(f"{words[0]} has no prompt{' of the records' * bool(recorded)}: write one per line.")
-    return found
+        if not (found := tuple(prompt for prompt in found if prompt in recorded or not recorded)):
+            raise UserError(f"{words[0]} has no prompt of the records.")
+        return found
+    return tuple(recorded) or tuple(prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured)
 
 
 def _records(file: str, settings: Settings) -> dict[str, RecordedRun]:
@@ -532,10 +506,9 @@ def _records(file: str, settings: Settings) -> dict[str, RecordedRun]:
     runs = [run for run in read if run.row.get("accepted_by_position") and not run.row.get("history")]
     if not runs:
         raise UserError(NO_POSITIONS.format(file))
-    names = sorted(
-        {run.row["strategy"] for run in runs}, key=lambda name: not name.startswith(("speculative", "server"))
-    )
-    found = {run.row["prompt"]: run for run in runs if run.row["strategy"] == names[0]}
+    names = {run.row["strategy"] for run in runs}
+    chosen = min(names, key=lambda name: (not name.startswith(("speculative", "server")), name))
+    found = {run.row["prompt"]: run for run in runs if run.row["strategy"] == chosen}
     here = as_json(settings)
     for run in found.values():
         for name in ("processor", "length"):

@@ -23,7 +23,6 @@ from utils.commands.servers.load_figures import (
     load_rows,
     load_settings,
     load_table,
-    load_tables,
 )
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
@@ -34,12 +33,12 @@ from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
 from utils.models import Count
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
+from utils.servers.address import TARGET, parse_numbers, parse_words
 from utils.servers.connection import Connection, ServerList
 from utils.servers.kinds.completion import ServerRequest
 from utils.servers.load_slice import LoadSlice, run_slice
 from utils.servers.processes.programs import DRAFTS, Launch
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 CONCURRENCIES = "1,2,4,8,16"
 AT_ONCE, RATE = WholeRange(1, 64), RealRange("rate", 0.001, 100)  # requests, and arrivals a second
@@ -88,12 +87,10 @@ class LoadArm:
 class LoadMeasurement:
     """What is measured, and what was.
 
-    `arms` are the server and its baseline, or one server with several draft lengths. `prompts` are those that could be
-    sent. `fewest` is the minimum of requests in a turn. `loads` and `turns` are reduced to what fits into `seconds`.
-    `length` counts new tokens, and with `is_fixed` answers do not end earlier. `reuses_prefix` permits prefix caching.
-    `cells` has the results in the order of measurement, `requests` one for each prompt by server, and `singles` the
-    time of one request to each server. `running` is the arm that was started last, `starting` the seconds of its start,
-    and `failed` are arms that could not be measured.
+    `arms` are the server and its baseline, or one server with several draft lengths. `fewest` is the minimum of
+    requests in a turn. `loads` and `turns` are reduced to what fits into `seconds`. `requests` has one for each prompt
+    by server, and `singles` the time of one request to each server. `running` is the arm that was started last, and
+    `starting` the seconds of its start.
     """
 
     harness: Harness
@@ -304,7 +301,6 @@ def load(argument: str, context: CommandContext) -> Outcome:
         then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
         conclude=conclusion,
         attachment=lambda findings: "\n".join(load_settings(findings, started)),
-        tables=load_tables,
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )
@@ -355,7 +351,6 @@ def _measurement(
 
 
 def _seconds(name: str, options: Mapping[str, str]) -> float | None:
-    """A limit in seconds, or None if it is not given."""
     if name not in options:
         return None
     match = SECONDS.fullmatch(options[name])

@@ -5,17 +5,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from sampling.drafters.masked import is_pard
-from utils.commands.shared.registry import CommandContext, Outcome, ResultTable, figure, figures_of
+from utils.commands.shared.registry import CommandContext, Outcome
+from utils.commands.shared.result_tables import ResultTable, figure, figures_of
 from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
-from utils.servers.address import ServerAddress, parse_numbers, parse_words, server_address, split_words, with_server
+from utils.servers.address import ServerAddress, checked, parse_numbers, parse_words, server_address
 from utils.servers.connection import ServerList
 from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
+from utils.text import split_words
 
 OPTIONS = ("drafter", "draft", "method", "program", "name", "baseline")
 TABLE = ResultTable(
@@ -55,7 +57,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
     name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
     # The address is still unknown, but its name and its baseline can be checked.
     placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
-    with_server(servers.addresses, placeholder)
+    checked([*servers.addresses, placeholder])
     events = _starting(servers, placeholder, launch)
     title = f"/server start {kind}"
     return [TABLE.report("server start", "", context.settings, events, conclude=_conclusion, title=title)]

@@ -12,27 +12,19 @@ from math import inf
 from typing import NamedTuple
 
 from utils.bounds import WholeRange
-from utils.commands.shared.registry import (
-    CommandContext,
-    Outcome,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    path_in,
-)
+from utils.commands.shared.registry import CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, figures_of
 from utils.comparison.arms import request_maker
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.errors import UserError, check_choice
-from utils.metrics.results import first_difference
+from utils.metrics.results import CHARACTER, TOKEN, first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
-from utils.servers.address import TARGET, parse_numbers, parse_words, split_words
+from utils.servers.address import TARGET, parse_numbers, parse_words
 from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerRequest
 from utils.servers.kinds.server_kind import ServerError
 from utils.servers.load_slice import run_slice
-from utils.text import count_of
+from utils.text import count_of, split_words
 
 OPTIONS = {
     "repeats": (3, WholeRange(2, 100)),
@@ -41,7 +33,6 @@ OPTIONS = {
 }
 MOST_EXAMINED = 8  # differences; each needs one more request
 ALONE, LOAD, WHERE = "alone", "load", "difference"
-TOKEN, CHARACTER = "token", "character"
 TIE, UNKNOWN = "rounding tie", "unknown"  # why a text differs from the baseline's; only a tie can be shown
 REASONS = {
     TIE: "{} takes the other token itself if it computes the same tokens as part of a prompt, so either token can win.",
@@ -59,13 +50,11 @@ OWN_PROMPTS = (
 
 
 def _label(row: Row) -> str:
-    """The check, or the prompt with a difference."""
-    under = "alone" if row.get("under", row["check"]) == ALONE else f"{row['concurrency']} at once"
+    under = "alone" if row["concurrency"] == 1 else f"{row['concurrency']} at once"
     return f"prompt {row['number']}, {under}" if row["check"] == WHERE else under
 
 
 def _place(row: Row) -> str:
-    """Where texts differ from the reference."""
     if row["check"] == WHERE:
         return f"{row['first_difference_in'].removesuffix('s')} {row['first_difference'] + 1}"
     count = row["differing_prompts"]
@@ -97,107 +86,124 @@ class Output(NamedTuple):
         return None if place is None else (place, unit)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextTrial:
-    """What is compared. Without a baseline, the trial only checks that equal requests get equal texts.
+    """The texts of a server beside its baseline's. Without one, equal requests are only compared with each other.
 
     `connections` are the baseline, if there is one, and the server; the texts of the first one without other requests
-    are the reference. `requests` has the greedy requests of each, one for each prompt. `repeats` is the number for
-    every prompt in each check. `outputs` are keyed by check and server and indexed by prompt.
+    are the reference. `requests` has the greedy requests of each, one for each prompt. `outputs` are keyed by check and
+    server and indexed by prompt.
     """
 
     connections: Sequence[Connection]
-    prompts: tuple[str, ...]
+    prompts: Sequence[str]
     requests: dict[str, list[ServerRequest]]
     repeats: int
     concurrency: int
     outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
 
-    def reference(self, number: int) -> Output:
-        """The text of a prompt that others are compared with."""
-        return self.outputs[ALONE, self.connections[0].address.name][number][0]
+    def events(self, context: CommandContext) -> Iterator[ReportEvent]:
+        each = f"{count_of(self.repeats * len(self.prompts), 'request')} of up to {context.settings.length} tokens"
+        try:
+            for connection in self.connections:
+                made = [_greedy_request(connection, prompt, context) for prompt in self.prompts]
+                self.requests[connection.address.name] = made
+            yield Progress(f"alone: {each} to each server, in turns ...")
+            yield from self._run_alone()
+            yield from (self._row(ALONE, connection.address.name) for connection in self.connections)
+            for connection in self.connections if self.concurrency > 1 else ():
+                name, count = connection.address.name, len(self.prompts)
+                yield Progress(f"under load: {each} to {name}, {self.concurrency} at once ...")
+                outputs = _outputs(connection, self.requests[name] * self.repeats, self.concurrency)
+                self.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
+                yield self._row(LOAD, name)
+            yield from self._differences()
+        except UserError:
+            for connection in self.connections:
+                connection.close()
+            raise
+
+    def _run_alone(self) -> Iterator[Progress]:
+        countdown, turns = Countdown(), list(product(range(self.repeats), range(len(self.prompts))))
+        for done, (_, number) in enumerate(turns):
+            yield from countdown.at(done / len(turns), f"alone: {done} of {len(turns)} requests to each server")
+            for connection in self.connections:
+                name = connection.address.name
+                of_prompts = self.outputs.setdefault((ALONE, name), [[] for _ in self.prompts])
+                of_prompts[number] += _outputs(connection, self.requests[name][number : number + 1])
+
+    def _unlike(self, check: str, name: str) -> list[tuple[int, Output, int, str]]:
+        """(prompt, text, position, unit) of the first text of each prompt that differs from the reference.
+
+        Under load, only texts count that the server does not generate alone.
+        """
+        found = []
+        for number, outputs in enumerate(self.outputs[check, name]):
+            reference = self.outputs[ALONE, self.connections[0].address.name][number][0]
+            known = self.outputs[ALONE, name][number] if check == LOAD else []
+            differing = ((one, place) for one in outputs if one not in known and (place := one.difference(reference)))
+            found += [(number, one, *place) for one, place in list(differing)[:1]]
+        return found
+
+    def _row(self, check: str, name: str) -> Finding:
+        outputs = self.outputs[check, name]
+        return TABLE.finding(
+            {
+                "check": check,
+                "server": name,
+                "concurrency": self.concurrency if check == LOAD else 1,
+                "prompts": len(self.prompts),
+                "requests": self.repeats * len(self.prompts),
+                "unique_texts": max(len(set(of_prompt)) for of_prompt in outputs),
+                "differing_prompts": len(self._unlike(check, name)),
+                "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
+            }
+        )
+
+    def _differences(self) -> Iterator[ReportEvent]:
+        """Where and why texts differ from the reference: first those given alone, then those under load only."""
+        places = [(*key, *unlike) for key in self.outputs for unlike in self._unlike(*key)]
+        if len(places) > MOST_EXAMINED:
+            yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
+        for check, name, number, ours, place, unit in places[:MOST_EXAMINED]:
+            yield Progress(f"examining prompt {number + 1} of {name} ...")
+            yield TABLE.finding(
+                {
+                    "check": WHERE,
+                    "under": check,
+                    "server": name,
+                    "concurrency": self.concurrency if check == LOAD else 1,
+                    "prompt": self.prompts[number],
+                    "number": number + 1,
+                    "first_difference": place,
+                    "first_difference_in": f"{unit}s",
+                    "cause": self.cause(number, ours, place) if unit == TOKEN else UNKNOWN,
+                }
+            )
+
+    def cause(self, number: int, ours: Output, place: int) -> str:
+        """A tie if the reference itself yields the other token when it computes the same tokens in a prefill.
+
+        A prefill and decode steps round differently, as a verify pass does.
+        """
+        request, ids = self.requests[self.connections[0].address.name][number], ours.token_ids or ()
+        if not isinstance(request.prompt, tuple) or not ids[place:]:
+            return UNKNOWN
+        prefill = replace(request, prompt=(*request.prompt, *ids[:place]), max_tokens=1)
+        try:
+            (again,) = _outputs(self.connections[0], [prefill])
+        except UserError:  # for example if the context is one token too long
+            return UNKNOWN
+        return TIE if again.token_ids == ids[place : place + 1] else UNKNOWN
 
 
-def text(argument: str, context: CommandContext) -> Outcome:
-    words, values = parse_words(split_words(argument), tuple(OPTIONS), most=2)
-    options, servers = parse_numbers(values, OPTIONS), context.harness.state.servers
-    if not words:
-        raise UserError(f"which server? For example {EXAMPLE}.")
-    name = check_choice(words[0], tuple(servers.connections), "server")
-    other = servers.connections[name].address.baseline
-    if other == TARGET:
-        raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
-    connections = [servers.connections[one] for one in (other, name) if one is not None]
-    differing: list[str] = []
-    if len(words) > 1:
-        found = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))]
-    else:
-        differing = servers.other_texts.get(name, [])
-        found = differing or list(OWN_PROMPTS)
-    if not found:
-        raise UserError(f"the prompts file {words[1]} has no prompts: write one per line.")
-    prompts = spaced(found, options["limit"])
-    trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
-    report = TABLE.report(
-        *("server_text", prompts[0], context.settings, _events(trial, context)),
-        conclude=partial(conclusion, name, other),
-        title=f"/server text {name}{f' compared with {other}' * bool(other)}, {_chosen_text(prompts, differing)}",
-    )
-    return [report]
-
-
-def _chosen_text(prompts: Sequence[str], differing: Sequence[str]) -> str:
-    """Which prompts are sent. `differing` are prompts whose texts differed before, if they are among them."""
-    if not differing:
-        return count_of(len(prompts), "prompt")
-    left = f" of {len(differing)}" * (len(prompts) < len(differing))
-    return f"{len(prompts)}{left} prompt{'s' * (len(differing) > 1)} on which the texts differed"
-
-
-def _events(trial: TextTrial, context: CommandContext) -> Iterator[ReportEvent]:
-    length = context.settings.length
-    try:
-        for connection in trial.connections:
-            trial.requests[connection.address.name] = _requests(connection, trial.prompts, context)
-        each = count_of(trial.repeats * len(trial.prompts), "request")
-        yield Progress(f"alone: {each} of up to {count_of(length, 'token')} to each server, in turns ...")
-        yield from _run_alone(trial)
-        yield from (_row(trial, ALONE, connection) for connection in trial.connections)
-        if trial.concurrency > 1:
-            yield Progress(f"under load: {each} to each server, {trial.concurrency} at once ...")
-            for connection in trial.connections:
-                name, count = connection.address.name, len(trial.prompts)
-                outputs = _outputs(connection, trial.requests[name] * trial.repeats, trial.concurrency)
-                trial.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
-                yield _row(trial, LOAD, connection)
-        yield from _differences(trial)
-    except UserError:
-        for connection in trial.connections:
-            connection.close()
-        raise
-
-
-def _requests(connection: Connection, prompts: Sequence[str], context: CommandContext) -> list[ServerRequest]:
-    """The greedy requests, with token ids as prompts if the server supports them."""
-    made = []
-    for prompt in prompts:
-        request = request_maker(context.harness.loaded, prompt, context.settings)(connection.kind, connection.client)
-        request = replace(request, temperature=0.0, top_k=0, top_p=1.0)
-        if isinstance(request.prompt, str | Chat):
-            ids = connection.kind.tokens(connection.client, request.prompt, special=True)
-            request = replace(request, prompt=ids or request.prompt)
-        made.append(request)
-    return made
-
-
-def _run_alone(trial: TextTrial) -> Iterator[Progress]:
-    countdown, turns = Countdown(), list(product(range(trial.repeats), range(len(trial.prompts))))
-    for done, (_, number) in enumerate(turns):
-        yield from countdown.at(done / len(turns), f"alone: {done} of {len(turns)} requests to each server")
-        for connection in trial.connections:
-            name = connection.address.name
-            of_prompts = trial.outputs.setdefault((ALONE, name), [[] for _ in trial.prompts])
-            of_prompts[number] += _outputs(connection, trial.requests[name][number : number + 1])
+def _greedy_request(connection: Connection, prompt: str, context: CommandContext) -> ServerRequest:
+    """A greedy request, with token ids as the prompt if the server supports them."""
+    request = request_maker(context.harness.loaded, prompt, context.settings)(connection.kind, connection.client)
+    sent = request.prompt
+    if isinstance(sent, str | Chat):
+        sent = connection.kind.tokens(connection.client, sent, special=True) or sent
+    return replace(request, prompt=sent, temperature=0.0, top_k=0, top_p=1.0)
 
 
 def _outputs(connection: Connection, requests: Sequence[ServerRequest], concurrency: int = 1) -> list[Output]:
@@ -209,81 +215,27 @@ def _outputs(connection: Connection, requests: Sequence[ServerRequest], concurre
     return [Output(one.completion.text, one.completion.token_ids) for one in answers if one.completion is not None]
 
 
-def _unlike(trial: TextTrial, check: str, name: str) -> list[tuple[int, Output, int, str]]:
-    """(prompt, text, position, unit) of the first text of each prompt that differs from the reference.
-
-    Under load, only texts count that the server does not generate alone.
-    """
-    found = []
-    for number, outputs in enumerate(trial.outputs[check, name]):
-        reference = trial.reference(number)
-        known = trial.outputs[ALONE, name][number] if check == LOAD else []
-        for output in outputs:
-            if output not in known and (place := output.difference(reference)):
-                found.append((number, output, *place))
-                break
-    return found
-
-
-def _row(trial: TextTrial, check: str, connection: Connection) -> Finding:
-    name = connection.address.name
-    outputs = trial.outputs[check, name]
-    return TABLE.finding(
-        {
-            "check": check,
-            "server": name,
-            "concurrency": trial.concurrency if check == LOAD else 1,
-            "prompts": len(trial.prompts),
-            "requests": trial.repeats * len(trial.prompts),
-            "unique_texts": max(len(set(of_prompt)) for of_prompt in outputs),
-            "differing_prompts": len(_unlike(trial, check, name)),
-            "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
-        }
+def text(argument: str, context: CommandContext) -> Outcome:
+    words, values = parse_words(split_words(argument), tuple(OPTIONS), most=2)
+    options, servers = parse_numbers(values, OPTIONS), context.harness.state.servers
+    if not words:
+        raise UserError(f"which server? For example {EXAMPLE}.")
+    name = check_choice(words[0], tuple(servers.connections), "server")
+    other = servers.connections[name].address.baseline
+    if other == TARGET:
+        raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
+    differing = [] if len(words) > 1 else servers.other_texts.get(name, [])
+    of_file = [prompt.text for prompt in read_prompts(path_in(words[1], EXAMPLE))] if len(words) > 1 else ()
+    prompts = spaced(of_file or differing or OWN_PROMPTS, options["limit"])
+    connections = [servers.connections[one] for one in (other, name) if one is not None]
+    trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
+    sent = count_of(len(prompts), "prompt") + " on which the texts differed" * bool(differing)
+    report = TABLE.report(
+        *("server_text", prompts[0], context.settings, trial.events(context)),
+        conclude=partial(conclusion, name, other),
+        title=f"/server text {name}{f' compared with {other}' * bool(other)}, {sent}",
     )
-
-
-def _differences(trial: TextTrial) -> Iterator[ReportEvent]:
-    """Where and why texts differ from the reference: first without load, then those that differ only under load."""
-    places = [
-        (check, connection.address.name, *unlike)
-        for check in (ALONE, LOAD)
-        if (check, trial.connections[-1].address.name) in trial.outputs
-        for connection in trial.connections
-        for unlike in _unlike(trial, check, connection.address.name)
-    ]
-    if len(places) > MOST_EXAMINED:
-        yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
-    for check, name, number, ours, place, unit in places[:MOST_EXAMINED]:
-        yield Progress(f"examining prompt {number + 1} of {name} ...")
-        yield TABLE.finding(
-            {
-                "check": WHERE,
-                "under": check,
-                "server": name,
-                "concurrency": trial.concurrency if check == LOAD else 1,
-                "prompt": trial.prompts[number],
-                "number": number + 1,
-                "first_difference": place,
-                "first_difference_in": f"{unit}s",
-                "cause": cause_of(trial, number, ours, place) if unit == TOKEN else UNKNOWN,
-            }
-        )
-
-
-def cause_of(trial: TextTrial, number: int, ours: Output, place: int) -> str:
-    """A tie if the reference itself yields the other token when it computes the same tokens in a prefill.
-
-    A prefill and decode steps round differently, as a verify pass does.
-    """
-    request, ids = trial.requests[trial.connections[0].address.name][number], ours.token_ids or ()
-    if not isinstance(request.prompt, tuple) or not ids[place:]:
-        return UNKNOWN
-    prefill = replace(request, prompt=(*request.prompt, *ids[:place]), max_tokens=1)
-    try:
-        (again,) = _outputs(trial.connections[0], [prefill])
-    except UserError:  # for example if the context is one token too long
-        return UNKNOWN
-    return TIE if again.token_ids == ids[place : place + 1] else UNKNOWN
+    return [report]
 
 
 def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:

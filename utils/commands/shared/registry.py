@@ -7,16 +7,14 @@ writes follows one convention: `/save FILE` refuses a file that exists, and `/sa
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
-from utils.comparison.records import Finding, Report, ReportEvent
-from utils.comparison.speed_claims import STAR
+from utils.comparison.records import Report
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
@@ -94,8 +92,7 @@ ALIASES = {
 class CommandContext:
     """What a command may read.
 
-    `facts` makes (name, value) pairs that describe the loaded models, for /show. `page` makes an
-    HTML page of what was shown.
+    `facts` describe the loaded models for /show. `page` makes an HTML page of what was shown.
     """
 
     settings: Settings
@@ -111,15 +108,10 @@ class CommandContext:
 class Command:
     """One slash command.
 
-    `name` has no slash. `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `group` is
-    one of GROUPS. `rank` is its place on the first page of /help, from 1; commands with 0 are only on /help all.
-
-    /help NAME shows `about`, a few sentences; `example`, a line to type and its output; `syntax`, a row for each form,
-    if the usage does not cover them; `see_also`, commands and figures; and `current`, the value of a setting.
-
-    `words` complete the argument; each has a description or an empty text. A file name completes the argument after a
-    beginning in `files`. `free_text` is True if the argument may begin with "=". `at_once` is True if the command uses
-    no models, so that it can run while another thread uses them.
+    `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `rank` is its place on the first
+    page of /help, from 1; commands with 0 are only on /help all. `syntax` has a row for each form, if the usage does
+    not cover them, and `current` is the value of a setting. `words` complete the argument, and a file name does after a
+    beginning in `files`. `free_text` may begin with "=". A command that runs `at_once` uses no models.
     """
 
     name: str
@@ -131,7 +123,6 @@ class Command:
     about: str = ""
     example: tuple[str, ...] = ()
     syntax: tuple[str, ...] = ()
-    see_also: tuple[str, ...] = ()
     current: Callable[[Settings], str] = lambda settings: ""
     words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -140,7 +131,6 @@ class Command:
 
     @property
     def typed(self) -> str:
-        """The command with its argument, as /help shows it."""
         return f"/{self.name} {self.usage}".strip()
 
 
@@ -162,11 +152,7 @@ class Registry:
     """Commands by name."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
-        self._commands: dict[str, Command] = {}
-        for command in commands:
-            if command.name in self._commands:
-                raise ValueError(f"There are two commands named {command.name}.")
-            self._commands[command.name] = command
+        self._commands = {command.name: command for command in commands}
 
     def __iter__(self) -> Iterator[Command]:
         return iter(self._commands.values())
@@ -231,78 +217,3 @@ def output_in(argument: str, example: str) -> tuple[Path, bool]:
     name, _, last = argument.rpartition(" ")
     overwrite = last == OVERWRITE and bool(name.strip())
     return path_in(name.strip() if overwrite else argument, example), overwrite
-
-
-Row = Mapping[str, Any]  # the figures of a finding
-NOTHING = "-"  # a cell without a value
-
-
-@dataclass(frozen=True, slots=True)
-class ResultColumn:
-    """One column. `shown` makes the cell from the figures of a row. A narrow screen drops the columns with a `drop`
-    above 0, the smallest first.
-    """
-
-    heading: str
-    shown: Callable[[Row], str]
-    drop: int = 0
-
-
-def figure(heading: str, key: str, form: str = "{}", *, scale: float = 1, drop: int = 0) -> ResultColumn:
-    """A column that formats one figure, with a dash where the row has none. `scale` multiplies it first."""
-
-    def shown(row: Row) -> str:
-        value = row.get(key)
-        return NOTHING if value is None else form.format(value if scale == 1 else value * scale)
-
-    return ResultColumn(heading, shown, drop)
-
-
-def marked(column: ResultColumn) -> ResultColumn:
-    """The column with a mark in the rows of servers that had other requests."""
-    return replace(column, shown=lambda row: column.shown(row) + STAR * any(row.get("other_tokens") or ()))
-
-
-def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:
-    """A column with the ratio of two counts, with a dash where there is nothing to count."""
-    return ResultColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
-
-
-class ResultTable:
-    """The columns of a report: `headings` and `optional` are those of the report."""
-
-    def __init__(self, *columns: ResultColumn) -> None:
-        self._columns = columns
-        self.headings = tuple(column.heading for column in columns)
-        dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
-        self.optional = tuple(column.heading for column in dropped)
-
-    def finding(self, figures: dict[str, Any]) -> Finding:
-        """A row with its cells."""
-        return Finding(tuple(column.shown(figures) for column in self._columns), figures)
-
-    def report(
-        self,
-        name: str,
-        prompt: str,
-        settings: Settings,
-        events: Iterator[ReportEvent],
-        *,
-        conclude: Callable[[Sequence[Finding]], list[str]],
-        **options: Any,
-    ) -> Report:
-        """The report with this table of findings. The `options` are further fields of Report."""
-        return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
-
-
-def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The figures of findings."""
-    return [finding.figures for finding in findings]
-
-
-def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
-    """The rows by one of their figures."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    return groups

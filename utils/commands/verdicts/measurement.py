@@ -27,7 +27,7 @@ from utils.commands.experiments.races import (
     with_bounds,
 )
 from utils.commands.experiments.speed_model import bottleneck
-from utils.commands.shared.registry import NOTHING, ResultColumn, ResultTable, Row, figure
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import Arm, complete
 from utils.comparison.records import Progress, ReportEvent
 from utils.comparison.speed_claims import (
@@ -75,8 +75,8 @@ Figures = dict[str, Any]  # of the candidate
 class PromptPlan:
     """The prompts of one verdict.
 
-    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts.
-    `divided` is True if these differ from the measured ones. `left_out` is the number of prompts beyond the maximum.
+    `source` describes the prompts, in plural. A candidate is chosen on the first turns of the `tuning` prompts, which
+    differ from the measured ones if `divided`. `left_out` is the number of prompts beyond the maximum.
     """
 
     source: str
@@ -93,14 +93,11 @@ def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
     """
     if argument == BUILT_IN or not (argument or typed):
         tuning = tuple(read_prompts(FOLDER / "tuning.jsonl"))
-        return PromptPlan("built-in prompts", tasks_in_turn(list(read_prompts(FOLDER / "prompts.jsonl"))), tuning)
+        return PromptPlan("built-in prompts", tasks_in_turn(read_prompts(FOLDER / "prompts.jsonl")), tuning)
     if not argument:
         return divide("prompts of this session", [Prompt(text) for text in dict.fromkeys(typed)])
     path = parse_path(argument)
-    prompts = list(dict.fromkeys(read_prompts(path)))
-    if not prompts:
-        raise UserError(f"the prompts file {path} has no prompts: write one per line.")
-    return divide(f"prompts of {path.name}", prompts)
+    return divide(f"prompts of {path.name}", list(dict.fromkeys(read_prompts(path))))
 
 
 def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
@@ -117,7 +114,6 @@ def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
 
 
 def started_clock() -> Clock:
-    """A clock that counts the seconds since now."""
     began = time.monotonic()
     return lambda: time.monotonic() - began
 
@@ -162,7 +158,6 @@ class Measurement:
 
     @property
     def running(self) -> list[RaceItem]:
-        """The prompts that can still be run."""
         return [item for item in self.race.items if item.number not in self.dropped]
 
     @property
@@ -173,7 +168,6 @@ class Measurement:
 
     @property
     def baseline_results(self) -> list[RaceResult]:
-        """The baseline's results of these pairs."""
         places = {(one.item.number, one.repeat) for one in self.pairs}
         own = (one for one in self.race.results if one.arm is not self.candidate)
         return [one for one in own if (one.item.number, one.repeat) in places]
@@ -342,12 +336,10 @@ def answer(row: Row) -> str:
 
 
 def helps(row: Row) -> bool:
-    """Whether the answer recommends the candidate."""
     return bool(row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
 
 
 def conditions(row: Row) -> str:
-    """The conditions of the measurement."""
     servers = "baseline" in row
     what = "requests, one at a time" if servers else "runs with prefill"
     passes = f"{row['passes']} pass{'es' * (row['passes'] > 1)} over {row['prompts']} {row['source']}"
@@ -376,17 +368,12 @@ def tasks(row: Row) -> list[str]:
         return []
     lines = [f"By task: {', '.join(f'{task} {with_bounds(one)}' for task, one in known.items())}."]
     decided = row["interval"] is not None and row["verdict"] != TOO_FEW
-    without = [task for task, one in known.items() if decided and _excludes_gain(one)]
+    enough = {task: one for task, one in known.items() if one["prompts"] >= MIN_PROMPTS and one["verdict"] != TOO_FEW}
+    without = [task for task, one in enough.items() if decided and one["interval"][1] < LITTLE_GAIN]
     return [*lines, *([f"It does not help with {', '.join(without)}."] if without else [])]
 
 
-def _excludes_gain(row: Row) -> bool:
-    """Whether the interval of a task lies below the smallest gain that counts."""
-    return bool(row["prompts"] >= MIN_PROMPTS and row["verdict"] != TOO_FEW and row["interval"][1] < LITTLE_GAIN)
-
-
 def _selection(row: Row) -> list[str]:
-    """Which candidates were considered, if there were several."""
     shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in row["considered"].items())
     on = "other prompts" if row["divided"] else "runs that are not counted"
     how = "Measured" if "baseline" in row else "Predicted"
@@ -397,7 +384,6 @@ def _selection(row: Row) -> list[str]:
 
 
 def _apply(row: Row) -> list[str]:
-    """How to apply the recommended settings here."""
     if "baseline" in row:
         return []
     if helps(row):

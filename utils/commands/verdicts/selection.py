@@ -67,7 +67,6 @@ DraftChoice = tuple[Strategy, int | None]  # a strategy with a draft length, whe
 
 
 def kind_name(strategy: Strategy, pair: Pair) -> str:
-    """A drafter kind in words."""
     label = strategy.drafter_label(pair) or strategy.name
     if label.startswith(LAYERS):
         return f"the target's {first_of(int(label.removeprefix(LAYERS)), 'layer')}"
@@ -140,10 +139,9 @@ def merit(race: ArmRace) -> float:
 class DrafterSelection:
     """What is known about the local candidates.
 
-    `settings` include the costs of all drafters. `length` is the number of new tokens of a run, `step` the seconds of a
-    decode step, and `began` the end of the warm-up. `predicted` has the speed-up by strategy and gamma for each
-    replayed prompt. `races` are the trial runs in the order of `tried`. `problems` has the drafters that cannot run by
-    the reason, and `skipped` a sentence for each prompt that the target cannot take.
+    `settings` include the costs of all drafters. `step` is the seconds of a decode step, and `began` the end of the
+    warm-up. `predicted` has the speed-up by strategy and gamma for each replayed prompt. `races` are the trial runs in
+    the order of `tried`. `problems` has the drafters that cannot run by the reason.
     """
 
     harness: Harness
@@ -190,7 +188,6 @@ class DrafterSelection:
         return Measurement(race, self._short_label(chosen), plan.divided, self.clock)
 
     def _usable(self, prompts: Sequence[Prompt]) -> dict[int, Prompt]:
-        """The prompts that the target can take, by their number, from 1."""
         usable: dict[int, Prompt] = {}
         for number, prompt in enumerate(prompts, start=1):
             prompt = replace(prompt, text=encodable(prompt.text))
@@ -216,11 +213,6 @@ class DrafterSelection:
     def chosen(self) -> VerdictCandidate:
         """The candidate with the fastest run, or with the best replay if there was no time for runs."""
         return self.tried[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
-
-    @property
-    def _seconds(self) -> float:
-        """Seconds since the end of the warm-up."""
-        return self.clock() - self.began
 
     def _name(self, candidate: VerdictCandidate) -> str:
         return kind_name(candidate.strategy, self.harness.pair)
@@ -273,7 +265,7 @@ class DrafterSelection:
 
     def _replay_all(self) -> Iterator[Progress]:
         for place, prompt in enumerate(self.prompts, start=1):
-            if self.predicted and self._seconds > REPLAY_SHARE * SELECTION_SECONDS:
+            if self.predicted and self.clock() > self.began + REPLAY_SHARE * SELECTION_SECONDS:
                 break
             where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
@@ -300,12 +292,11 @@ class DrafterSelection:
                     scores |= kind
                     kind = {}
             # At least one strategy is replayed.
-            if scores and self._seconds > SELECTION_SECONDS:
+            if scores and self.clock() > self.began + SELECTION_SECONDS:
                 break
         return scores
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
-        """The figures that only a drafter has. `row` has the others, and `settings` are the session's."""
         chosen, pair = self.chosen, self.harness.pair
         assert chosen.strategy.kind is not None
         turns = [turn for one in measurement.pairs for turn in zip(one.ours, one.theirs, strict=False)]
@@ -332,13 +323,9 @@ class DrafterSelection:
         off = {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
         self.harness.state.advice = chosen.changes if advised else off
         gamma = best_fixed.gamma if chosen.gamma is None else chosen.gamma
-        return found | {"elsewhere": settings_elsewhere(self._speculation(gamma or 1)) if advised else []}
-
-    def _speculation(self, drafts: int) -> Speculation:
-        """The chosen candidate in the words of other programs."""
-        pair, chosen = self.harness.pair, self.chosen.strategy
-        uses_loaded = chosen.kind is not None and chosen.kind.uses_loaded
-        return speculation(pair, self.settings, drafts, kind=chosen.drafter_label(pair), uses_loaded=uses_loaded)
+        label, uses_loaded = chosen.strategy.drafter_label(pair), chosen.strategy.kind.uses_loaded
+        way = speculation(pair, self.settings, gamma or 1, kind=label, uses_loaded=uses_loaded)
+        return found | {"elsewhere": settings_elsewhere(way) if advised else []}
 
 
 def speculation(
@@ -407,7 +394,6 @@ class ServerSelection:
         return replace(settings, length=run_length(max(steps), settings.length, run_seconds(len(plan.measured))))
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
-        """The figures that only a server has."""
         names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
         known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
         considered = {name: speedup for name, speedup in known.items() if speedup}
@@ -420,7 +406,6 @@ class ServerSelection:
 
 
 def _step(run: Run) -> float:
-    """Seconds per token."""
     if run.decode_tokens_per_second:
         return 1 / run.decode_tokens_per_second
     return run.seconds / max(1, run.new_tokens or 1)

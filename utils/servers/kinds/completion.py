@@ -29,10 +29,8 @@ class Chat:
 class ServerRequest:
     """One streamed completion in the terms of this program. Server kinds translate it for their servers.
 
-    `prompt` is a text, token ids, or the messages of a chat. `max_tokens` counts new tokens. A `temperature` of 0 is
-    greedy, and a `top_k` of 0 means no limit. `ignore_eos` continues after an end token, if the server supports that.
-    With `reuses_prefix`, the server may reuse the computation of an earlier request. `vocabulary` is the number of
-    token ids, as far as it is known.
+    A `temperature` of 0 is greedy, and a `top_k` of 0 means no limit. With `reuses_prefix`, the server may reuse the
+    computation of an earlier request. `vocabulary` is the number of token ids, as far as it is known.
     """
 
     prompt: str | tuple[int, ...] | Chat
@@ -54,9 +52,8 @@ class ServerRequest:
 class Piece:
     """The content of one event, as parsed by a server kind.
 
-    `token_ids` are those of this event, or None if the server returns no ids. `finish_reason` is the server's word,
-    empty until the last piece. `prompt_tokens` and `new_tokens` are usage figures of the whole request. `seconds` is
-    the time of arrival, counted from the request.
+    `token_ids` is None if the server returns no ids. `finish_reason` is the server's word, empty until the last piece.
+    `prompt_tokens` and `new_tokens` are usage figures of the whole request.
     """
 
     text: str = ""
@@ -66,22 +63,14 @@ class Piece:
     new_tokens: int | None = None
     seconds: float = 0.0
 
-    @property
-    def has_content(self) -> bool:
-        """Whether the event has a part of the answer. The end token comes with the finish reason."""
-        return bool(self.text or self.token_ids or self.finish_reason)
-
 
 @dataclass(frozen=True, slots=True)
 class ServerCompletion:
     """One finished or interrupted answer.
 
-    `text` never contains the server's key. `pieces` are those with content, in order and unchanged. `finish` is the
-    reason for the end, and `finish_reason` the server's word for it. `seconds` is the time from the request to the end
-    of the stream. `prompt_tokens` and `usage_tokens` are the server's counts. `figures` are further ones in the form of
-    its kind, by the names of their fields, and `own_rate` is its decode speed by its own clock. A Connection adds the
-    rest: the request, the names of the server kind and of the model, and the drafts, which are None if unknown.
-    `other_tokens` were generated for other requests meanwhile, or it is None.
+    `text` never contains the server's key; `pieces` may. `seconds` is the time from the request to the end of the
+    stream. `figures` are fields of the server kind, and `own_rate` is its decode speed by its own clock. A Connection
+    adds the rest. `other_tokens` were generated for other requests meanwhile. What is unknown is None.
     """
 
     text: str
@@ -112,7 +101,6 @@ class ServerCompletion:
 
     @property
     def token_count(self) -> int | None:
-        """Number of new tokens, or None if it is unknown."""
         ids = self.token_ids
         return self.usage_tokens if ids is None else len(ids)
 
@@ -122,7 +110,6 @@ class ServerCompletion:
 
     @property
     def first_seconds(self) -> float | None:
-        """Time to the first token in seconds."""
         return self.pieces[0].seconds if self.pieces else None
 
     @property
@@ -155,10 +142,9 @@ def believed(count: Any, most: int = MAX_COUNT) -> int | None:
 class ServerAcceptance:
     """What happened to a server's drafts, in this program's definitions.
 
-    `drafted` and `accepted` are numbers of draft tokens. `rounds` counts verify passes with drafts, or is None if the
-    server does not count them. `by_position` is as Generation.accepted_by_position, and empty if it is unknown. `valid`
-    is False if the figures do not belong to this request alone. `note` explains that, or a difference to this program's
-    own figures. `forwards` counts forward passes of the target with the prefill, or is None.
+    `rounds` counts verify passes with drafts, and `forwards` forward passes of the target with the prefill; None is
+    unknown. `by_position` is as Generation.accepted_by_position, and empty if it is unknown. If not `valid`, the
+    figures do not belong to this request alone. `note` explains that, or a difference to this program's own figures.
     """
 
     drafted: int

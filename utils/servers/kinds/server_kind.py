@@ -97,7 +97,6 @@ class ServerKind:
         return None
 
     def path(self, request: ServerRequest) -> str:
-        """The path of the request below the server's root."""
         return "/v1/chat/completions" if request.is_chat else "/v1/completions"
 
     def body(self, request: ServerRequest, model: str) -> dict[str, Any]:
@@ -114,12 +113,8 @@ class ServerKind:
             body["seed"] = request.seed
         if isinstance(request.prompt, Chat):
             body["messages"] = [dict(message) for message in request.prompt.messages]
-        elif isinstance(request.prompt, str):
-            body["prompt"] = request.prompt
-        elif self.takes_token_ids:
-            body["prompt"] = list(request.prompt)
         else:
-            raise UserError(f"a server of the kind {self.name} takes no token ids.")
+            body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         return body | self.further_fields(request)
 
     def further_fields(self, request: ServerRequest) -> dict[str, Any]:
@@ -148,7 +143,6 @@ class ServerKind:
         return Piece(text, self.token_ids(choice), choice.get("finish_reason") or "", prompt_tokens, new_tokens)
 
     def token_ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The token ids of a choice, or None without ids."""
         return None
 
     def decode_rate(self, figures: Mapping[str, Any]) -> float | None:

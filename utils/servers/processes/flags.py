@@ -65,11 +65,10 @@ OWN_HEAD = "`python -m sampling.distill` trains a drafter that vLLM and SGLang l
 class Speculation:
     """What drafts for a target, and how drafts are verified.
 
-    `kind` is a drafter kind as in records, and `drafter` the name of its model, if it has one of its own. `drafts` is
-    the maximum number of drafts per round. `matches` are the shortest and the longest n-gram that a lookup searches
-    for. `rule` is empty under greedy decoding. `quantize` and `drafter_quantize` are as in utils.bounds.QUANTIZATIONS.
-    `translates` is True if the drafter has another tokenizer. `schedule` has (first, last, drafts) for numbers of
-    concurrent requests.
+    `kind` is a drafter kind as in records, and `drafter` the name of its model, if it has one of its own. `matches` are
+    the shortest and the longest n-gram that a lookup searches for. `rule` is empty under greedy decoding. `translates`
+    is True if the drafter has another tokenizer. `schedule` has (first, last, drafts) for numbers of concurrent
+    requests.
     """
 
     kind: str
@@ -90,7 +89,6 @@ class Speculation:
         return None if other or separate else WORDS[program].get(kind)
 
     def missing(self, program: str) -> list[str]:
-        """What the program has no setting for."""
         word = self.word(program)
         if word is None:
             return [f"drafts of this kind ({self.kind}{' with another tokenizer' * self.translates})"]

@@ -25,7 +25,6 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def main() -> int:
-    """Guard a command. Returns its exit status."""
     pipe, parent, status, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -54,7 +53,6 @@ def exit_status(server: "subprocess.Popen[bytes]") -> int:
 
 
 def end_all(server: "subprocess.Popen[bytes]") -> None:
-    """End the server, and then every process that it left behind."""
     server.terminate()
     try:
         server.wait(GRACE)

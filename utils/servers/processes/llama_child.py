@@ -29,7 +29,6 @@ TYPE = "COMMON_SPECULATIVE_TYPE_"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags, named as in llama-server."""
     flags = argparse.ArgumentParser("xllamacpp", allow_abbrev=False)
     for name, (kind, _) in FLAGS.items():
         flags.add_argument(name, type=kind, required=name in ("--model", "--port"))
@@ -59,7 +58,6 @@ def parameters(options: argparse.Namespace, library: Any) -> Any:
 
 
 def main() -> None:
-    """Serve until a signal ends the process."""
     options = parser().parse_args()
     import xllamacpp
 

@@ -36,7 +36,6 @@ OUR_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -214,7 +213,6 @@ class LocalServers:
         return launch.speculation if launch is not None and launch.drafts else None
 
     def process_of(self, name: str) -> ServerProcess:
-        """The process of a server that this session has started."""
         return self._running[name][1]
 
     def ending_of(self, name: str) -> str:

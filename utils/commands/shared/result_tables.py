@@ -1,0 +1,80 @@
+"""The table of a report: its columns make the cells of a finding from its figures."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.comparison.records import Finding, Report, ReportEvent
+from utils.comparison.speed_claims import STAR
+from utils.config.settings import Settings
+
+Row = Mapping[str, Any]  # the figures of a finding
+NOTHING = "-"  # a cell without a value
+
+
+@dataclass(frozen=True, slots=True)
+class ResultColumn:
+    """One column. `shown` makes the cell from the figures of a row. A narrow screen drops the columns with a `drop`
+    above 0, the smallest first.
+    """
+
+    heading: str
+    shown: Callable[[Row], str]
+    drop: int = 0
+
+
+def figure(heading: str, key: str, form: str = "{}", *, drop: int = 0) -> ResultColumn:
+    """A column that formats one figure, with a dash where the row has none."""
+
+    def shown(row: Row) -> str:
+        value = row.get(key)
+        return NOTHING if value is None else form.format(value)
+
+    return ResultColumn(heading, shown, drop)
+
+
+def marked(column: ResultColumn) -> ResultColumn:
+    """The column with a mark in the rows of servers that had other requests."""
+    return replace(column, shown=lambda row: column.shown(row) + STAR * any(row.get("other_tokens") or ()))
+
+
+def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:
+    """A column with the ratio of two counts, with a dash where there is nothing to count."""
+    return ResultColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
+
+
+class ResultTable:
+    """The columns of a report: `headings` and `optional` are those of the report."""
+
+    def __init__(self, *columns: ResultColumn) -> None:
+        self._columns = columns
+        self.headings = tuple(column.heading for column in columns)
+        dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
+        self.optional = tuple(column.heading for column in dropped)
+
+    def finding(self, figures: dict[str, Any]) -> Finding:
+        return Finding(tuple(column.shown(figures) for column in self._columns), figures)
+
+    def report(
+        self,
+        name: str,
+        prompt: str,
+        settings: Settings,
+        events: Iterator[ReportEvent],
+        *,
+        conclude: Callable[[Sequence[Finding]], list[str]],
+        **options: Any,
+    ) -> Report:
+        """The report with this table of findings. The `options` are further fields of Report."""
+        return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
+
+
+def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [finding.figures for finding in findings]
+
+
+def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
