@@ -49,9 +49,10 @@ from utils.metrics.draft_causes import (
     agrees,
     contrasts,
     diagnose,
+    is_slower,
     rate,
 )
-from utils.metrics.intervals import SLOWER, Interval, speedup_interval
+from utils.metrics.intervals import Interval, speedup_interval
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import other_readings
 from utils.prompts.prompt_files import read_prompts, spaced
@@ -131,6 +132,7 @@ SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
     "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
 )
+SLOW_CHECKED = "The same test of the speeds calls a server as fast as {} slow with a probability of at most {:.0%}."
 TABLE = ResultTable(
     figure("texts", "texts"),
     ResultColumn("draft", lambda row: str(row["position"] + 1)),
@@ -384,7 +386,7 @@ class ServerExamination:
         self.cause, self.shown = diagnose(self.probes, self.found)
         if self.cause in (DraftCause.FIRST, DraftCause.LATER) and not self.recorded:
             yield from self._try_readings()
-        elif self.cause is DraftCause.SOUND and self.speedups and self.speed.verdict == SLOWER:
+        elif self.cause is DraftCause.SOUND and is_slower(self.speedups):
             self.cause = DraftCause.SLOW
 
     @property
@@ -442,7 +444,7 @@ class ServerExamination:
             return [missing.format(self.name, self.off_on), *self._flags()]
         if not findings:
             return []  # interrupted
-        prompts = len(self.probes[0].measured)
+        prompts, tested = len(self.probes[0].measured), [checked(self.found)]
         if self.cause is DraftCause.UNCLEAR or self.shown is None:
             lines = [unclear(self.shown, prompts)]
         elif self.cause is DraftCause.SLOW:
@@ -450,9 +452,10 @@ class ServerExamination:
             ratio = with_bounds({"speedup": self.speed.estimate, "interval": (self.speed.low, self.speed.high)})
             against = "" if self.baseline is None else self.baseline.address.name
             lines = [SLOW.format(ratio, against, tokens, tokens / self.speed.estimate)]
+            tested.append(SLOW_CHECKED.format(against, ALARM))
         else:
             lines = [sentence(self.cause, self.shown)]
-        return [*lines, *([self.reading] if self.reading else []), checked(self.found), *self._flags()]
+        return [*lines, *([self.reading] if self.reading else []), *tested, *self._flags()]
 
     def _flags(self) -> list[str]:
         """The settings of other programs for what the server should run."""
