@@ -72,11 +72,18 @@ class CliffDrafter:
         self.inner.commit(context, verified)
 
 
+class FullDrafter(CliffDrafter):
+    """A drafter whose context is full after `cliff` tokens."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        return self.inner.propose(context, count if len(context) <= self.cliff else 0)
+
+
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come from
-    counters alone. With `template`, chats have a template of their own.
+    "cliff", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come
+    from counters alone. With `template`, chats have a template of their own.
     """
 
     pair: Any = None
@@ -136,6 +143,7 @@ class DecodingServer(Loopback):
         windowed = self.fault == "window"
         session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
         made: Drafter = ModelDrafter(session, own, VOCABULARY)
+        made = FullDrafter(made, 110) if self.fault == "full" else made
         return CliffDrafter(made, 1) if self.fault == "cliff" else made
 
     def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:

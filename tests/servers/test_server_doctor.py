@@ -142,6 +142,12 @@ def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str,
     assert expected in shown and ('"probabilistic"' in shown) == (fault == "greedy drafts")
 
 
+def test_a_drafter_whose_context_is_full_is_named(examined: Any) -> None:
+    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault="full"), f"length={LENGTH} long=80")
+    assert re.search(r"spec made no drafts in [5-9]\d% of the decode steps of long context texts", shown), shown
+    assert shown.count("made no drafts in") == 1
+
+
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
     pair = eagle_pair()
     drafter = deepcopy(pair.drafter)

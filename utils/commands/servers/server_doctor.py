@@ -97,6 +97,10 @@ OTHER_TARGET = (
 OTHER_IDS = "{} sends token ids that the loaded target does not have: load the server's own target."
 NOT_ASKED = "{}: left out, because the server refuses it. {}"
 NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
+FEW_ROUNDS = (
+    "{} made no drafts in {:.0%} of the decode steps of {} texts: the context of its drafter may be too short, or "
+    "a threshold holds drafts back."
+)
 NONE_ON = "{} drafts on greedy texts, and makes no drafts on {} texts."
 OFF_ON = {LONG: DraftCause.LONG, TEMPLATE: DraftCause.TEMPLATE}
 OTHER_SETTINGS = "expect={} was measured with another {}: type /{} {} first."
@@ -298,6 +302,7 @@ class ServerExamination:
     def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
         found, countdown, why = self.texts.setdefault(kind, {}), Countdown(), ""
+        rounds = steps = 0  # verify passes with drafts, and all passes after the prefill
         for place, prompt in enumerate(prompts):
             yield from countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
             for _ in range(ATTEMPTS):
@@ -310,13 +315,19 @@ class ServerExamination:
                 # A server that counts its tokens or sends figures would have reported drafts.
                 if not answer.figures and answer.other_tokens is None:
                     raise UserError(UNKNOWN.format(self.name))
+                steps += max(0, (answer.token_count or 1) - 1)
             elif drafts.valid:
                 found[place] = self._text(answer, prompt, drafts)
+                passes = (drafts.forwards or 1) - 1
+                steps += passes
+                rounds += passes if drafts.rounds is None else drafts.rounds
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
         self.is_off = not found and not why
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
+        if found and 2 * rounds < steps:
+            yield Note(FEW_ROUNDS.format(self.name, 1 - rounds / steps, kind))
 
     def _ask(self, connection: Connection, kind: str, prompt: str) -> ServerCompletion:
         make = request_maker(self.harness.loaded, prompt, self.settings)
