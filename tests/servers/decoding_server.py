@@ -84,12 +84,14 @@ class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
     "cliff", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come
     from counters alone. With `template`, chats have a template of their own.
+    `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
     pair: Any = None
     drafter: Any = None
     fault: str = ""
     gamma: int = 3
+    room: int = 0
     others: Callable[[int], int] | None = None
     template: str = ""
     counters: dict[str, int] = field(default_factory=dict)
@@ -125,7 +127,7 @@ class DecodingServer(Loopback):
             target = ModelSession(self.pair.target, features=layers)
             gamma = 0 if self.fault == "off" else self.gamma
             rounds = speculative_steps(
-                *(ids, self._drafter(decoding), target, decoding),
+                *(ids, self._drafter(decoding, len(ids)), target, decoding),
                 gamma=gamma,
                 first_target=True,
                 rule=RULES["rejection"],
@@ -136,14 +138,14 @@ class DecodingServer(Loopback):
         self.steps[id(answer)] = made
         return answer
 
-    def _drafter(self, decoding: Decoding) -> Drafter:
+    def _drafter(self, decoding: Decoding, prompt: int) -> Drafter:
         own = replace(decoding, processor=GreedyProcessor()) if self.fault == "greedy drafts" else decoding
         if isinstance(self.drafter, FeatureDrafter):
             return HeadDrafter(feature_session(self.drafter), own, VOCABULARY)
         windowed = self.fault == "window"
         session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
         made: Drafter = ModelDrafter(session, own, VOCABULARY)
-        made = FullDrafter(made, 110) if self.fault == "full" else made
+        made = FullDrafter(made, max(100, prompt + self.room)) if self.fault == "full" else made
         return CliffDrafter(made, 1) if self.fault == "cliff" else made
 
     def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from utils.servers.connection import Connection
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
-from utils.servers.processes.programs import NGRAM
+from utils.servers.processes.programs import DEFAULT_DRAFT, NGRAM
 from utils.text import count_of
 
 OPTIONS = {
@@ -257,6 +257,7 @@ class ServerExamination:
                     continue
                 raise
             if self.is_off:
+                self.draft = _drafts_a_round(self._known) if self._known else DEFAULT_DRAFT
                 self.cause, self.off_on = OFF_ON.get(kind, DraftCause.OFF), kind
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
@@ -374,13 +375,16 @@ class ServerExamination:
             self.speedups.append(answer.decode_tokens_per_second / other)
             self.forwards.append(answer.token_count / drafts.forwards)
 
+    @property
+    def _known(self) -> list[ServerText]:
+        return [text for texts in self.texts.values() for text in texts.values()]
+
     def _compare(self) -> Iterator[ReportEvent]:
         """Replay the texts, and find the cause."""
-        known = [text for texts in self.texts.values() for text in texts.values()]
-        self.by_position = all(text.drafts.by_position for text in known)
+        self.by_position = all(text.drafts.by_position for text in self._known)
         if not self.by_position:
             yield Note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
-        self.draft = _drafts_a_round(known)
+        self.draft = _drafts_a_round(self._known)
         for kind, texts in self.texts.items():
             expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
             for done, (place, text) in enumerate(texts.items()):
