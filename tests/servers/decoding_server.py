@@ -72,17 +72,26 @@ class CliffDrafter:
         self.inner.commit(context, verified)
 
 
+class FullDrafter(CliffDrafter):
+    """A drafter whose context is full after `cliff` tokens."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        return self.inner.propose(context, count if len(context) <= self.cliff else 0)
+
+
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come from
-    counters alone. With `template`, chats have a template of their own.
+    "cliff", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come
+    from counters alone. With `template`, chats have a template of their own.
+    `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
     pair: Any = None
     drafter: Any = None
     fault: str = ""
     gamma: int = 3
+    room: int = 0
     others: Callable[[int], int] | None = None
     template: str = ""
     counters: dict[str, int] = field(default_factory=dict)
@@ -118,7 +127,7 @@ class DecodingServer(Loopback):
             target = ModelSession(self.pair.target, features=layers)
             gamma = 0 if self.fault == "off" else self.gamma
             rounds = speculative_steps(
-                *(ids, self._drafter(decoding), target, decoding),
+                *(ids, self._drafter(decoding, len(ids)), target, decoding),
                 gamma=gamma,
                 first_target=True,
                 rule=RULES["rejection"],
@@ -129,13 +138,14 @@ class DecodingServer(Loopback):
         self.steps[id(answer)] = made
         return answer
 
-    def _drafter(self, decoding: Decoding) -> Drafter:
+    def _drafter(self, decoding: Decoding, prompt: int) -> Drafter:
         own = replace(decoding, processor=GreedyProcessor()) if self.fault == "greedy drafts" else decoding
         if isinstance(self.drafter, FeatureDrafter):
             return HeadDrafter(feature_session(self.drafter), own, VOCABULARY)
         windowed = self.fault == "window"
         session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
         made: Drafter = ModelDrafter(session, own, VOCABULARY)
+        made = FullDrafter(made, max(100, prompt + self.room)) if self.fault == "full" else made
         return CliffDrafter(made, 1) if self.fault == "cliff" else made
 
     def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """The client against a server on loopback: texts, counts, times, and one sentence for every failure."""
 
 import json
+import socket
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -204,8 +206,28 @@ def test_a_key_is_sent_and_comes_back_nowhere(server: Loopback, monkeypatch: pyt
     assert run.text.startswith(" my key is [key], it is w") and run.text.endswith(seen[-1].text)
     server.faults = Faults(status=400, message=f"bad header: Bearer {KEY}")
     assert "header: Bearer [key]" in refusal(server, key="SERVER_KEY")
+    server.faults = Faults(content_type=f"text/{KEY}")
+    assert "with text/[key] instead" in refusal(server, key="SERVER_KEY")
     server.faults = Faults()
     assert "401" in refusal(server) and "key=VARIABLE" in refusal(server)
+
+
+def test_a_key_in_an_answer_that_is_not_http_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(f"Bearer {KEY}\r\n\r\n".encode())
+
+        Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = ServerClient(ServerAddress("spec", url, key="SERVER_KEY"))
+        with client, pytest.raises(ServerError, match=r"without a valid .*Bearer \[key\]") as caught:
+            client.models()
+    assert KEY not in str(caught.value)
 
 
 def test_lines_end_at_line_feeds_only_and_have_a_bound() -> None:

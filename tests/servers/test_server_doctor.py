@@ -142,6 +142,19 @@ def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str,
     assert expected in shown and ('"probabilistic"' in shown) == (fault == "greedy drafts")
 
 
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (0, r'makes no drafts on long context texts\..*"num_speculative_tokens": 3'),
+        (6, r"spec made no drafts in [5-9]\d% of the decode steps of long context texts"),
+    ],
+)
+def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expected: str) -> None:
+    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault="full", room=room), f"length={LENGTH} long=80")
+    assert re.search(expected, shown), shown
+    assert "decode steps of greedy texts" not in shown
+
+
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
     pair = eagle_pair()
     drafter = deepcopy(pair.drafter)
@@ -170,6 +183,7 @@ def test_a_sound_server_that_is_slow_gets_the_cost_of_a_round(examined: Any) -> 
     slow = DecodingServer(pair=noisy_pair(), faults=Faults(chunk_delay=3 * PACE.chunk_delay))
     shown, findings = examined(slow, baseline="plain")
     assert {row["cause"] for row in findings} == {"sound, but slow"}
+    assert "calls a server as fast as plain slow with a probability of at most 1%" in shown
     found = re.search(r"other reasons: (\S+)x \(.* the speed of plain with (\S+) tokens .* costs (\S+) decode", shown)
     assert found is not None, shown
     ratio, tokens, steps = map(float, found.groups())

@@ -144,7 +144,7 @@ def test_keys_in_wrong_places_are_not_stored(view: Screen, tmp_path: Path, monke
 
     monkeypatch.setattr(infer, "typed_lines", keyboard)
     verdicts = [session.handle(line) for line in infer.lines_for(None, session, view.renderer, interactive=True)]
-    assert verdicts[0] is verdicts[-2] is verdicts[-3] is Verdict.DONE, view.take()
+    assert verdicts[0] is verdicts[-2] is Verdict.DONE and verdicts[-3] is Verdict.FAILED, view.take()
     session.close()
     history = LineHistory(tmp_path / "history", lambda text: None)
     assert list(history.load_history_strings()) == kept[::-1]

@@ -98,13 +98,17 @@ def test_a_failure_shows_the_log_and_leaves_the_session_as_it_was(
         ("and more", "one word too many"),
         ("name=a name=b", "given twice"),
         ("-- --host 0.0.0.0", "loopback"),
+        ("-- --api-key sk-4f9a1c77e2b0", "a key cannot follow --"),
+        ("-- --api-key=sk-4f9a1c77e2b0", "a key cannot follow --"),
+        ("-- '--hf-token' sk-4f9a1c77e2b0", "a key cannot follow --"),
         ("'", "quotation mark"),
     ],
 )
 def test_arguments_that_are_refused(rest: str, part: str, session: ReplSession, view: Screen, tmp_path: Path) -> None:
     before = family()
     assert session.handle(start(tmp_path, rest)) is Verdict.FAILED
-    assert part in " ".join("".join(view.take()).split()) and family() == before
+    shown = " ".join("".join(view.take()).split())
+    assert part in shown and "sk-4f9" not in shown and family() == before
 
 
 @pytest.mark.parametrize(

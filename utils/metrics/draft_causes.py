@@ -148,6 +148,13 @@ def family_wise(losses: Floats) -> list[float]:
     return [float((1 + (largest >= own - 1e-9).sum()) / (FLIPS + 1)) for own in scaled.sum(0)]
 
 
+def is_slower(speedups: Sequence[float]) -> bool:
+    """Whether speeds are lower than those of a baseline on the same prompts. If they are equal, it is True with a
+    probability of at most ALARM, by the same test.
+    """
+    return bool(speedups) and family_wise(-np.log([[speedup] for speedup in speedups]))[0] <= ALARM
+
+
 def diagnose(probes: Sequence[Probe], found: Sequence[Contrast]) -> tuple[DraftCause, Contrast | None]:
     """The cause, and the comparison whose figures show it. The probes begin with the simplest texts."""
     if not any(one.is_lost for one in found):

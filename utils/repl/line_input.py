@@ -30,7 +30,6 @@ from prompt_toolkit.output import ColorDepth
 from utils.commands import Command, Registry
 from utils.files import PRIVATE_FILE, user_folder
 from utils.repl.status import SEPARATOR
-from utils.servers.address import may_hold_key
 from utils.text import QUOTES, quoted_text
 
 try:
@@ -160,7 +159,7 @@ class LineHistory(FileHistory):
         """Store a typed text. What names a server may hold a key in a wrong place, so it waits for `keep`."""
         lines = [line.strip().lower() for line in string.split("\n")]
         of_server = any(line.startswith("/server") or (line.startswith("/") and "://" in line) for line in lines)
-        self._held = string if of_server and len(lines) == 1 and not may_hold_key(string) else ""
+        self._held = string if of_server and len(lines) == 1 else ""
         if not of_server:
             self._store(string)
 

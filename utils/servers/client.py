@@ -201,7 +201,8 @@ class ServerClient:
         return ""
 
     def _no_stream(self, response: httpx.Response) -> ServerError:
-        came, message = words_of(response.headers.get("content-type", "")).rstrip("."), self._begin(response)
+        came = own_message(self.address, response.headers.get("content-type", "")).rstrip(".")
+        message = self._begin(response)
         return ServerError(
             f"The server {self.address.name} answered {response.url} with {came or 'an unknown type'} instead of a "
             f"stream of events ({STREAM})" + (f": {message}" if message else ".")
@@ -389,7 +390,8 @@ def _transport_error(address: ServerAddress, error: Exception, received: int | N
     """
     name = f"The server {address.name}"
     # The operating system's message, without its number.
-    reason = words_of(re.sub(r"^\[(Errno -?\d+|SSL[^\]]*)\]\s*", "", str(error))).rstrip(".") or type(error).__name__
+    reason = re.sub(r"^\[(Errno -?\d+|SSL[^\]]*)\]\s*", "", without_key(str(error), address.key))
+    reason = words_of(reason).rstrip(".") or type(error).__name__
     match error:
         case httpx.ConnectTimeout():
             text = f"{name} did not accept a connection at {address.url} within {CONNECT_TIMEOUT:g} s."

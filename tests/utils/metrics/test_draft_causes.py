@@ -27,6 +27,7 @@ from utils.metrics.draft_causes import (
     contrasts,
     diagnose,
     family_wise,
+    is_slower,
 )
 from utils.metrics.results import Generation, tokens_of
 
@@ -116,6 +117,15 @@ def test_false_alarms_are_as_rare_as_stated(monkeypatch: pytest.MonkeyPatch, mar
         alarms += any(one.is_lost for one in contrasts(probes))
     # More than 15 have a probability of 0.0001 at a rate of 1 %, and with the margin there is hardly any.
     assert alarms <= (15 if margin == 0 else 1)
+
+
+def test_equal_speeds_are_called_slow_as_rarely_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_causes, "FLIPS", 2000)
+    random = default_rng(0)
+    found = [is_slower(list(np.exp(random.normal(0.0, 0.1, PROMPTS)))) for _ in range(1000)]
+    # More than 19 have a probability of 0.003 at a rate of 1 %.
+    assert 1 <= sum(found) <= 19
+    assert is_slower([0.8 + place / 100 for place in range(PROMPTS)]) and not is_slower([0.5] * 6) and not is_slower([])
 
 
 def test_the_family_wise_test_is_exact_for_one_comparison() -> None:

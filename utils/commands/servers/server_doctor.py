@@ -41,9 +41,10 @@ from utils.metrics.draft_causes import (
     agrees,
     contrasts,
     diagnose,
+    is_slower,
     rate,
 )
-from utils.metrics.intervals import SLOWER, Interval, speedup_interval
+from utils.metrics.intervals import Interval, speedup_interval
 from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs.doctor import other_readings
 from utils.prompts.prompt_files import read_prompts, spaced
@@ -53,7 +54,7 @@ from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
-from utils.servers.processes.programs import NGRAM
+from utils.servers.processes.programs import DEFAULT_DRAFT, NGRAM
 from utils.text import count_of, split_words
 
 OPTIONS = {
@@ -89,6 +90,10 @@ OTHER_TARGET = (
 OTHER_IDS = "{} sends token ids that the loaded target does not have: load the server's own target."
 NOT_ASKED = "{}: left out, because the server refuses it. {}"
 NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
+FEW_ROUNDS = (
+    "{} made no drafts in {:.0%} of the decode steps of {} texts: the context of its drafter may be too short, or "
+    "a threshold holds drafts back."
+)
 NONE_ON = "{} drafts on greedy texts, and makes no drafts on {} texts."
 OFF_ON = {LONG: DraftCause.LONG, TEMPLATE: DraftCause.TEMPLATE}
 OTHER_SETTINGS = "expect={} was measured with another {}: type /{} {} first."
@@ -124,6 +129,7 @@ SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
     "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
 )
+SLOW_CHECKED = "The same test of the speeds calls a server as fast as {} slow with a probability of at most {:.0%}."
 
 
 def _interval(row: Row) -> str:
@@ -237,6 +243,7 @@ class ServerExamination:
                     continue
                 raise
             if self.off_on:
+                self.draft = _drafts_a_round(self._known) if self._known else DEFAULT_DRAFT
                 self.cause = OFF_ON.get(kind, DraftCause.OFF)
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
@@ -277,6 +284,7 @@ class ServerExamination:
     def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
         found, countdown, why = self.texts.setdefault(kind, {}), Countdown(), ""
+        rounds = steps = 0  # verify passes with drafts, and all passes after the prefill
         for place, prompt in enumerate(prompts):
             yield from countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
             for _ in range(ATTEMPTS):
@@ -289,13 +297,19 @@ class ServerExamination:
                 # A server that counts its tokens or sends figures would have reported drafts.
                 if not answer.figures and answer.other_tokens is None:
                     raise UserError(UNKNOWN.format(self.name))
+                steps += max(0, (answer.token_count or 1) - 1)
             elif drafts.valid:
                 found[place] = self._text(answer, prompt, drafts)
+                passes = (drafts.forwards or 1) - 1
+                steps += passes
+                rounds += passes if drafts.rounds is None else drafts.rounds
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
         self.off_on = "" if found or why else kind
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
+        if found and 2 * rounds < steps:
+            yield Note(FEW_ROUNDS.format(self.name, 1 - rounds / steps, kind))
 
     def _request(self, kind: str, prompt: str) -> RequestFor:
         """The request for a prompt, which the server puts into its own template for texts of the kind TEMPLATE."""
@@ -341,12 +355,16 @@ class ServerExamination:
             self.speedups.append(speed / other)
             self.forwards.append(tokens / drafts.forwards)
 
+    @property
+    def _known(self) -> list[ServerText]:
+        return [text for texts in self.texts.values() for text in texts.values()]
+
     def _compare(self) -> Iterator[ReportEvent]:
-        known = [text for texts in self.texts.values() for text in texts.values()]
-        self.by_position = all(text.drafts.by_position for text in known)
+        """Replay the texts, and find the cause."""
+        self.by_position = all(text.drafts.by_position for text in self._known)
         if not self.by_position:
             yield Note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
-        self.draft = _drafts_a_round(known)
+        self.draft = _drafts_a_round(self._known)
         for kind, texts in self.texts.items():
             expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
             for done, (place, text) in enumerate(texts.items()):
@@ -363,7 +381,7 @@ class ServerExamination:
         self.cause, self.shown = diagnose(self.probes, self.found)
         if self.cause in (DraftCause.FIRST, DraftCause.LATER) and not self.recorded:
             yield from self._try_readings()
-        elif self.cause is DraftCause.SOUND and self.speedups and self.speed.verdict == SLOWER:
+        elif self.cause is DraftCause.SOUND and is_slower(self.speedups):
             self.cause = DraftCause.SLOW
 
     @property
@@ -420,7 +438,7 @@ class ServerExamination:
             return [missing.format(self.name, self.off_on), *self._flags()]
         if not findings:
             return []  # interrupted
-        prompts = len(self.probes[0].measured)
+        prompts, tested = len(self.probes[0].measured), [checked(self.found)]
         if self.cause is DraftCause.UNCLEAR or self.shown is None:
             lines = [unclear(self.shown, prompts)]
         elif self.cause is DraftCause.SLOW:
@@ -428,9 +446,10 @@ class ServerExamination:
             ratio = with_bounds({"speedup": self.speed.estimate, "interval": (self.speed.low, self.speed.high)})
             against = "" if self.baseline is None else self.baseline.address.name
             lines = [SLOW.format(ratio, against, tokens, tokens / self.speed.estimate)]
+            tested.append(SLOW_CHECKED.format(against, ALARM))
         else:
             lines = [sentence(self.cause, self.shown)]
-        return [*lines, *([self.reading] if self.reading else []), checked(self.found), *self._flags()]
+        return [*lines, *([self.reading] if self.reading else []), *tested, *self._flags()]
 
     def _flags(self) -> list[str]:
         """The settings of other programs for what the server should run."""

@@ -13,7 +13,7 @@ from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
 from utils.models.sources import Source, parse_path
 from utils.pairs.request import PARD
-from utils.servers.address import ServerAddress, checked, parse_numbers, parse_words, server_address
+from utils.servers.address import ServerAddress, checked, may_hold_key, parse_numbers, parse_words, server_address
 from utils.servers.connection import ServerList
 from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
@@ -32,12 +32,16 @@ BORROWED = (
     "The drafter in {} drafts with rows of the target's output head that are not in its files, and {} needs them "
     "there: train one with `python -m sampling.distill`."
 )
+KEYS = "a key cannot follow --, because the command is recorded; the program reads it from its environment (HF_TOKEN)."
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
 
 def start(argument: str, context: CommandContext) -> Outcome:
     ours, _, flags = f"{argument} ".partition(" -- ")
     plain, options = parse_words(split_words(ours), OPTIONS, most=2)
+    passed_on = tuple(split_words(flags))
+    if may_hold_key(" ".join(passed_on)):
+        raise UserError(KEYS)
     if not plain:
         raise UserError(f"name a server kind: {', '.join(PROGRAMS)}; for example: {EXAMPLE}")
     kind = check_choice(plain[0].lower(), tuple(PROGRAMS), "server kind")
@@ -50,7 +54,7 @@ def start(argument: str, context: CommandContext) -> Outcome:
         format="" if "method" in options else _format(kind, drafter),
         program=options.get("program", ""),
         **parse_numbers(options, {"draft": (None, DRAFTS)}),
-        flags=tuple(split_words(flags)),
+        flags=passed_on,
     )
     command_line(launch, 1)  # raises UserError for what cannot be started
     servers = context.harness.state.servers
