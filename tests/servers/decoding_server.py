@@ -3,12 +3,13 @@
 import json
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from fakes import VOCABULARY, TinyPair, tiny_pair
+from fakes import VOCABULARY, TinyPair, table_pair
 from servers.loopback import Loopback, Received
 from servers.loopback_values import Answer
 
@@ -18,6 +19,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.drafts import Draft, Drafter, Verified
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
+from utils.engine import Engine
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.models.feature_drafter import FeatureDrafter
 
@@ -27,15 +29,13 @@ MODELS = '{"data": [{"id": "tiny", "owned_by": "vllm"}]}'
 @cache
 def noisy_pair() -> TinyPair:
     """A target and a copy of it with noise on the weights, whose drafts are often accepted."""
-    pair = tiny_pair(kind="llama", max_position_embeddings=512)
-    source, drafter = pair.target.state_dict(), pair.drafter
-    generator = torch.Generator().manual_seed(3)
-    drafter.load_state_dict(
-        {
-            name: value + 0.05 * value.std(correction=0) * torch.randn(value.shape, generator=generator)
-            for name, value in source.items()
-        }
-    )
+    pair = table_pair(max_position_embeddings=512, reads_all=True)
+    pair.drafter, generator = deepcopy(pair.target), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in pair.drafter.parameters():
+            noise = torch.randn(weight.shape, generator=generator) * weight.std(correction=0)
+            weight.add_(0.2 * noise)
+    pair.engine = Engine([pair.target, pair.drafter])
     return pair
 
 
