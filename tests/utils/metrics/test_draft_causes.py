@@ -162,7 +162,7 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
     """Over many seeds."""
     models, gamma = (toy(1, size=5), toy(2, size=5)), 3
     totals, variance = np.zeros((2, gamma, 2)), np.zeros(gamma)
-    for seed in range(1 if temperature == 0 else 150):
+    for seed in range(1 if temperature == 0 else 50):
         options: Any = {"temperature": temperature, "gamma": gamma, "length": 24, "likeliest": likeliest}
         positions, expected = real_counts(models, seed, **options)
         totals[0, : len(positions)] += positions
@@ -179,9 +179,9 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
 @pytest.mark.parametrize(
     ("noise", "temperature", "gamma", "length"),
     [
-        (0.3, 1.0, 3, 32),  # nine of ten first drafts are accepted
         (1.5, 1.0, 5, 32),
-        (1.0, 0.6, 4, 32),
+        pytest.param(0.3, 1.0, 3, 32, marks=pytest.mark.full),  # nine of ten first drafts are accepted
+        pytest.param(1.0, 0.6, 4, 32, marks=pytest.mark.full),
         pytest.param(4.0, 1.0, 5, 64, marks=pytest.mark.full),
         pytest.param(1.0, 1.0, 3, 20, marks=pytest.mark.full),
         pytest.param(0.8, 1.0, 8, 64, marks=pytest.mark.full),
