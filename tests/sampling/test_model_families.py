@@ -36,7 +36,7 @@ from utils.metrics.results import acceptance_of, tokens_of
 from utils.repl.repl_session import Verdict
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2, 40, 5, 9]
-LENGTH = 10
+LENGTH = 14
 KINDS = ("loaded", "layers:1", "lookup", "suffix", "chain", "ngram")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}

@@ -39,7 +39,7 @@ from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
 PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
-LENGTH, RIGHT = 20, Conventions((2, 3, 4))
+LENGTH, RIGHT = 16, Conventions((2, 3, 4))
 SHORT = f"length={LENGTH} long=0"
 PACE = Faults(chunk_delay=0.01)  # of the baseline
 
@@ -145,7 +145,7 @@ def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
     pair = eagle_pair()
     drafter = deepcopy(pair.drafter)
     drafter.conventions = replace(RIGHT, feature_layers=(3, 4, 5))
-    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter))
+    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter, gamma=1))
     assert "The first draft is accepted at" in shown and "other hidden states or layers" in shown
     assert "Explained by layer ids read as outputs of layers, one later" in shown
     assert pair.drafter.conventions == RIGHT
@@ -156,12 +156,12 @@ def test_permuted_vocabulary_ids_are_no_reading(examined: Any) -> None:
     drafter = deepcopy(pair.drafter)
     plain = type(drafter).logits
     drafter.logits = MethodType(lambda self, state: plain(self, state).roll(7, -1), drafter)
-    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter))
+    shown, _ = examined(DecodingServer(pair=pair, drafter=drafter, gamma=1))
     assert "The first draft is accepted at 0.0" in shown and "other readings of the drafter explains it" in shown
 
 
 def test_a_sound_eagle_server_is_called_sound(examined: Any) -> None:
-    shown, _ = examined(DecodingServer(pair=eagle_pair()))
+    shown, _ = examined(DecodingServer(pair=eagle_pair(), gamma=1))
     assert "Sound: drafts are accepted as expected" in shown
 
 

@@ -28,8 +28,7 @@ from utils.drafter_formats.eagle3_file import Surroundings, save_eagle3, usual_l
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_parts import write_target_file
 
-FLAGS = "--tokens 500 --page 576 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
-ONCE = ("--passes", "1")  # where it does not matter how well the drafter drafts
+FLAGS = "--tokens 250 --page 288 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
 LAYERS = 8
@@ -161,7 +160,7 @@ def test_sglang_reads_the_same_drafter(target, folders, tmp_path):
 def test_drafters_that_sglang_would_misread_have_no_keys_for_it(target, folders, tmp_path):
     """It would number other layers differently, and has no `norm_before_residual`."""
     start = changed(folders["usual"], tmp_path / "start", norm_before_residual=True)
-    for folder in (folders["last"], trained(target, tmp_path / "out", *ONCE, "--start", str(start))):
+    for folder in (folders["last"], trained(target, tmp_path / "out", "--start", str(start))):
         assert not {"model_type", "eagle_config"} & json.loads((folder / "config.json").read_text()).keys()
 
 
@@ -177,7 +176,7 @@ def test_sglang_gets_only_layers_that_it_computes(tmp_path, layers, head_norms, 
 
 
 def test_a_whole_vocabulary_needs_no_mapping(target, tmp_path):
-    out = trained(target, tmp_path / "out", *ONCE, "--vocabulary", "5000")
+    out = trained(target, tmp_path / "out", "--vocabulary", "5000")
     assert not {"d2t", "t2d"} & load_file(out / "model.safetensors").keys()
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 300
     assert load(target, out).drafter.lm_head.rows.out_features == 300
@@ -197,7 +196,7 @@ def test_a_drafter_of_a_different_target_is_refused(folders, tmp_path):
 def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp_path):
     flags = {"norm_output": True, "norm_before_residual": True}
     start = changed(folders["last"], tmp_path / "start", **flags)
-    out = trained(target, tmp_path / "out", *ONCE, "--start", str(start), "--vocabulary", "20", "--seed", "5")
+    out = trained(target, tmp_path / "out", "--start", str(start), "--vocabulary", "20", "--seed", "5")
     assert load(target, out).drafter.conventions == load(target, start).drafter.conventions
     before, after = (load_file(folder / "model.safetensors") for folder in (start, out))
     assert torch.equal(before["d2t"], after["d2t"]) and torch.equal(before["lm_head.weight"], after["lm_head.weight"])
@@ -213,7 +212,7 @@ def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
     start = write_checkpoint(tmp_path / "start", config, tensors)
     model = load(target, start).target
     write_target_file(start, model, window=20)
-    out = trained(target, tmp_path / "out", *ONCE, "--start", str(start))
+    out = trained(target, tmp_path / "out", "--start", str(start))
     stored = load_file(out / "model.safetensors")
     assert {name: part.shape for name, part in stored.items() if "layers." in name} == {
         name: part.shape for name, part in tensors.items() if "layers." in name

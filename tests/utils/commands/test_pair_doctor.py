@@ -46,6 +46,8 @@ def test_causes_are_found_for_any_drafter(
     pair: Callable[[], TinyPair], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt(f"{word} has {len(word)} letters") for word in WORDS.split()]
+    monkeypatch.setattr(pairs, "CAUSE_TOKENS", 16)
+    monkeypatch.setattr(pairs, "LONG_TOKENS", 128)
     monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=prompts))
     view, file = screen(), tmp_path / "records.jsonl"
     record = checked(open_session(view, pair(), records=file), file, "/pair doctor")

@@ -38,7 +38,7 @@ from utils.pairs.doctor import examine, other_readings, own_text
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
-TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "glm_lite": tiny_glm_lite, "mellum": tiny_mellum}
+TARGETS = {"glm": tiny_glm, "deepseek": tiny_deepseek, "mellum": tiny_mellum, "glm_lite": tiny_glm_lite}
 KEYS = {"rms_norm_eps": 1e-5}
 QWEN_KEYS = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 PREFIX = f"model.layers.{LAYERS}."
