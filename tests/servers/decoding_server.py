@@ -26,6 +26,9 @@ from utils.models.feature_drafter import FeatureDrafter
 MODELS = '{"data": [{"id": "tiny", "owned_by": "vllm"}]}'
 
 
+KNOWN: dict[Any, list[Step]] = {}  # the rounds of servers with the same models and requests
+
+
 @cache
 def noisy_pair() -> TinyPair:
     """A target and a copy of it with noise on the weights, whose drafts are often accepted."""
@@ -112,18 +115,15 @@ class DecodingServer(Loopback):
         temperature, seed = body.get("temperature", 1.0), body.get("seed") or 0
         processor = MultinomialProcessor(temperature) if temperature else GreedyProcessor()
         decoding = Decoding.of(processor, int(body["max_tokens"]), end_ids=self.pair.end_ids, seed=seed)
-        ids = self._ids(body)
+        ids, gamma = self._ids(body), 0 if self.fault == "off" else self.gamma
+        key = (self.pair.target, self.drafter, self.fault, gamma, temperature, seed, body["max_tokens"], *ids)
         with self.busy_lock, torch.no_grad():  # the engine is not made for several threads
-            layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
-            target = ModelSession(self.pair.target, features=layers)
-            gamma = 0 if self.fault == "off" else self.gamma
-            rounds = speculative_steps(
-                *(ids, self._drafter(decoding), target, decoding),
-                gamma=gamma,
-                first_target=True,
-                rule=RULES["rejection"],
-            )
-            made = list(rounds)
+            if key not in KNOWN:
+                layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
+                target, drafter = ModelSession(self.pair.target, features=layers), self._drafter(decoding)
+                options: Any = {"gamma": gamma, "first_target": True, "rule": RULES["rejection"]}
+                KNOWN[key] = list(speculative_steps(ids, drafter, target, decoding, **options))
+            made = KNOWN[key]
         tokens = [token for step in made for token in step.tokens]
         answer = Answer(len(ids), tokens, [f" w{token}" for token in tokens], "length")
         self.steps[id(answer)] = made
