@@ -162,7 +162,7 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
     """Over many seeds."""
     models, gamma = (toy(1, size=5), toy(2, size=5)), 3
     totals, variance = np.zeros((2, gamma, 2)), np.zeros(gamma)
-    for seed in range(1 if temperature == 0 else 50):
+    for seed in range(1 if temperature == 0 else 150):
         options: Any = {"temperature": temperature, "gamma": gamma, "length": 24, "likeliest": likeliest}
         positions, expected = real_counts(models, seed, **options)
         totals[0, : len(positions)] += positions
