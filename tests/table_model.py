@@ -17,8 +17,10 @@ class TableConfig(PreTrainedConfig):
 
     model_type = "table"
 
-    def __init__(self, vocab_size: int = 64, max_position_embeddings: int = 256, **fields: Any) -> None:
-        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+    def __init__(
+        self, vocab_size: int = 64, max_position_embeddings: int = 256, reads_all: bool = False, **fields: Any
+    ) -> None:
+        self.vocab_size, self.max_position_embeddings, self.reads_all = vocab_size, max_position_embeddings, reads_all
         self.num_hidden_layers = self.num_attention_heads = self.hidden_size = 1
         super().__init__(**{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None} | fields)
 
@@ -28,7 +30,8 @@ class TableConfig(PreTrainedConfig):
 
 
 class TableModel(PreTrainedModel, GenerationMixin):
-    """Logits of the next token: a row for the last token and one for the token before it.
+    """Logits of the next token: a row for the last token, one for the token before it and, with `reads_all`, one for
+    the sum of the whole text.
 
     The cache holds the text as keys, so a wrong rewind changes the logits. Their bits do not depend on the verify
     width. Some tokens are likely after every other, as in a language, so drafts are sometimes accepted.
@@ -43,6 +46,7 @@ class TableModel(PreTrainedModel, GenerationMixin):
         common = torch.randn(size, generator=torch.Generator().manual_seed(0))
         self.last = nn.Embedding(size, size, _weight=torch.randn(size, size) + 0.8 * common)
         self.before = nn.Embedding(size, size, _weight=torch.randn(size, size) / 2)
+        self.all = nn.Embedding(size, size, _weight=torch.randn(size, size)) if config.reads_all else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -67,4 +71,7 @@ class TableModel(PreTrainedModel, GenerationMixin):
         before = torch.cat([ids[:, :1], ids[:, :-1]], dim=1)[:, -input_ids.shape[1] :]
         kept = slice(-logits_to_keep if logits_to_keep else None, None)
         logits = self.last(input_ids[:, kept]) + self.before(before[:, kept])
+        if self.all is not None:
+            sums = ids.cumsum(1)[:, -input_ids.shape[1] :] % self.config.vocab_size
+            logits = logits + self.all(sums[:, kept])
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values if use_cache else None)

@@ -161,7 +161,7 @@ def test_an_interrupt_keeps_partial_results_and_gives_status_130(folder: Path, t
     lines = (*quick, "/length 240", "/cache off", "/target off", "/beams 16", "Hello", "Hello")
     flags = [word for line in lines for word in ("-c", line)]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "infer.py"), "--target", str(folder), "--json", str(file), *flags],
+        [sys.executable, str(ROOT / "infer.py"), "--target", folder, "--engine", "plain", "--json", file, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -193,9 +193,9 @@ def test_a_model_drafter_learns_from_every_round(rule, kind):
     assert len({len(step.drafted) for step in steps}) > 1 and sum(step.accepted for step in steps)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_number_of_drafts_does_not_change_the_text(seed):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     plan = Decoding.of(None, 60, end_ids=None, seed=seed)
 
     def run(adaptive):

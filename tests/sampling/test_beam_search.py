@@ -61,7 +61,7 @@ def test_beams_equal_the_reference(kind: str, beams: int, top_k: int, alpha: flo
         assert made == expected
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("alpha", [1.5, *(pytest.param(alpha, marks=pytest.mark.full) for alpha in (1.0, 2.0))])
 def test_the_score_is_at_least_that_of_generate(alpha: float) -> None:
     """With early_stopping=False, and as many continuations as transformers takes."""
     prompt, beams, length = [5, 9, 2, 11], 3, 12

@@ -96,8 +96,8 @@ def error(processor: Any = SAMPLERS[0], **options: Any) -> float:
 @pytest.mark.parametrize(
     ("rule", "adaptive"),
     [
-        ("rejection", False),
         ("block", True),
+        pytest.param("rejection", False, marks=pytest.mark.full),
         pytest.param("rejection", True, marks=pytest.mark.full),
         pytest.param("block", False, marks=pytest.mark.full),
     ],
@@ -128,7 +128,6 @@ def test_runs_propose_blocks_of_different_lengths(model):
 def test_text_of_a_recurrent_markov_head_follows_the_targets_distribution(recurrent):
     assert recurrent.markov_head.kind == "rnn"
     assert error(model=recurrent, rule="block") < ROUNDING
-    assert error(model=recurrent, kind=Unconditioned) > DETECTED
 
 
 class Unconditioned(HeadDrafter):

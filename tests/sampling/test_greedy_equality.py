@@ -32,7 +32,7 @@ from utils.logits_processor import (
 from utils.metrics.results import tokens_of
 
 PROMPT = [5, 9, 13, 9, 5, 9, 13, 2]
-LENGTH = 14
+LENGTH = 10
 NO_END = -1
 GREEDY_FORMS = [
     GreedyProcessor(),

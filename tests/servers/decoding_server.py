@@ -3,12 +3,13 @@
 import json
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from fakes import VOCABULARY, TinyPair, tiny_pair
+from fakes import VOCABULARY, TinyPair, table_pair
 from servers.loopback import Loopback, Received
 from servers.loopback_values import Answer
 
@@ -18,24 +19,26 @@ from utils.decode.decoding import Decoding
 from utils.decode.drafts import Draft, Drafter, Verified
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
+from utils.engine import Engine
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.models.feature_drafter import FeatureDrafter
 
 MODELS = '{"data": [{"id": "tiny", "owned_by": "vllm"}]}'
 
 
+KNOWN: dict[Any, list[Step]] = {}  # the rounds of servers with the same models and requests
+
+
 @cache
 def noisy_pair() -> TinyPair:
     """A target and a copy of it with noise on the weights, whose drafts are often accepted."""
-    pair = tiny_pair(kind="llama", max_position_embeddings=512)
-    source, drafter = pair.target.state_dict(), pair.drafter
-    generator = torch.Generator().manual_seed(3)
-    drafter.load_state_dict(
-        {
-            name: value + 0.05 * value.std(correction=0) * torch.randn(value.shape, generator=generator)
-            for name, value in source.items()
-        }
-    )
+    pair = table_pair(max_position_embeddings=512, reads_all=True)
+    pair.drafter, generator = deepcopy(pair.target), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in pair.drafter.parameters():
+            noise = torch.randn(weight.shape, generator=generator) * weight.std(correction=0)
+            weight.add_(0.2 * noise)
+    pair.engine = Engine([pair.target, pair.drafter])
     return pair
 
 
@@ -121,18 +124,15 @@ class DecodingServer(Loopback):
         temperature, seed = body.get("temperature", 1.0), body.get("seed") or 0
         processor = MultinomialProcessor(temperature) if temperature else GreedyProcessor()
         decoding = Decoding.of(processor, int(body["max_tokens"]), end_ids=self.pair.end_ids, seed=seed)
-        ids = self._ids(body)
+        ids, gamma = self._ids(body), 0 if self.fault == "off" else self.gamma
+        key = (self.pair.target, self.drafter, self.fault, gamma, temperature, seed, body["max_tokens"], *ids)
         with self.busy_lock, torch.no_grad():  # the engine is not made for several threads
-            layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
-            target = ModelSession(self.pair.target, features=layers)
-            gamma = 0 if self.fault == "off" else self.gamma
-            rounds = speculative_steps(
-                *(ids, self._drafter(decoding, len(ids)), target, decoding),
-                gamma=gamma,
-                first_target=True,
-                rule=RULES["rejection"],
-            )
-            made = list(rounds)
+            if key not in KNOWN:
+                layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
+                target, drafter = ModelSession(self.pair.target, features=layers), self._drafter(decoding, len(ids))
+                options: Any = {"gamma": gamma, "first_target": True, "rule": RULES["rejection"]}
+                KNOWN[key] = list(speculative_steps(ids, drafter, target, decoding, **options))
+            made = KNOWN[key]
         tokens = [token for step in made for token in step.tokens]
         answer = Answer(len(ids), tokens, [f" w{token}" for token in tokens], "length")
         self.steps[id(answer)] = made

@@ -28,7 +28,7 @@ from utils.drafter_formats.eagle3_file import Surroundings, save_eagle3, usual_l
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_parts import write_target_file
 
-FLAGS = "--tokens 500 --page 576 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
+FLAGS = "--tokens 250 --page 288 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
 LAYERS = 8
@@ -68,8 +68,17 @@ def changed(folder, out, **keys):
     return out
 
 
-@pytest.mark.parametrize("keys", [{}, {"norm_output": True}, {"norm_before_residual": True}, WINDOW])
-@pytest.mark.parametrize("name", ["usual", "last"])
+KEYS = [{}, {"norm_output": True}, {"norm_before_residual": True}, WINDOW]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        pytest.param(name, keys, marks=() if index % 2 == row else pytest.mark.full)
+        for row, name in enumerate(("last", "usual"))
+        for index, keys in enumerate(KEYS)
+    ],
+)
 def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys):
     """The unrolled steps of training against a session that drafts along the same text, after every position."""
     layer = json.loads((folders[name] / "config.json").read_text())["transformer_layer_config"]

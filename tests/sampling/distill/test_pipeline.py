@@ -225,7 +225,7 @@ def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path):
 def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys):
     """The refusal comes before anything is generated."""
     save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
-    assert run(tmp_path / "other", tmp_path / "head") == 0
+    assert run(tmp_path / "other", tmp_path / "head", "--passes", "1") == 0
     capsys.readouterr()
     for folder in (tmp_path / "nowhere", target, tmp_path / "head"):
         assert run(target, tmp_path / "out", "--start", str(folder)) == 1

@@ -99,7 +99,7 @@ def test_the_cost_of_a_block_does_not_depend_on_the_drafts():
     assert [round(adaptive.cost(count), 6) for count in (1, 2, 3, 4)] == [0.25, 0.35, 0.45, 0.6]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
     plan = decoding(60, processor=PROCESSORS[0], seed=1)
     adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)

@@ -91,7 +91,7 @@ def test_each_round_feeds_only_the_new_tokens_and_the_masks():
     assert passes == [new[index] + BLOCK - 1 for index in drafting] and max(step.accepted for step in steps) > 0
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
     plan = decoding(60, processor=PROCESSORS[0 if rule == "greedy" else 2], seed=1)
     adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
@@ -146,8 +146,8 @@ def test_blocks_are_shorter_at_the_end_of_the_drafters_context():
 @pytest.mark.parametrize(
     ("rule", "adaptive"),
     [
-        ("rejection", False),
         ("block", True),
+        pytest.param("rejection", False, marks=pytest.mark.full),
         pytest.param("rejection", True, marks=pytest.mark.full),
         pytest.param("block", False, marks=pytest.mark.full),
     ],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drafter_checkpoints import VOCABULARY, eagle3_tensors, speculators_config, write_checkpoint
-from fakes import TinyPair, checked, open_session, screen, tiny_pair
+from fakes import TinyPair, checked, open_session, screen, table_pair
 from servers.decoding_server import noisy_pair
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_tokenizer
@@ -39,13 +39,15 @@ WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle le
     ("pair", "expected"),
     [
         (noisy_pair, "Sound: drafts are accepted as expected at every position"),
-        (partial(tiny_pair, max_position_embeddings=512), "The first draft is accepted at 0.0"),
+        (partial(table_pair, max_position_embeddings=512, reads_all=True), "The first draft is accepted at 0.0"),
     ],
 )
 def test_causes_are_found_for_any_drafter(
     pair: Callable[[], TinyPair], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt(f"{word} has {len(word)} letters") for word in WORDS.split()]
+    monkeypatch.setattr(pairs, "CAUSE_TOKENS", 16)
+    monkeypatch.setattr(pairs, "LONG_TOKENS", 128)
     monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=prompts))
     view, file = screen(), tmp_path / "records.jsonl"
     record = checked(open_session(view, pair(), records=file), file, "/pair doctor")
@@ -57,5 +59,5 @@ def test_causes_are_found_for_any_drafter(
 
 def test_without_a_drafter_there_is_nothing_to_examine() -> None:
     view = screen()
-    open_session(view, tiny_pair(drafter=False)).handle("/pair doctor")
+    open_session(view, table_pair(drafter=False)).handle("/pair doctor")
     assert "none is loaded" in view.take()[1]

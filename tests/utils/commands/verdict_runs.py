@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import Screen, open_session, records_of, table_pair
+from simulations import FEWER
 
 from utils.commands.verdicts import measurement
 from utils.comparison import arms
@@ -25,6 +26,7 @@ from utils.comparison.arms import LocalArm, Run
 from utils.comparison.strategies import Strategy
 from utils.config.settings import Settings
 from utils.decode.steps import Step
+from utils.metrics import intervals
 from utils.metrics.results import RoundTiming
 from utils.prompts.conversation import Turns
 from utils.prompts.prompt_files import Prompt
@@ -68,6 +70,7 @@ class Runs:
         self.seeds: set[int] = set()
         self._known: dict[Any, Run] = {}
         self.stop_after: Callable[[], bool] = lambda: False
+        monkeypatch.setattr(intervals, "RESAMPLES", FEWER)
         monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(LocalArm, "run", lambda *arguments, **options: self._run(*arguments, **options))
 

@@ -126,10 +126,10 @@ def test_single_drafts_are_chained_to_rounds() -> None:
 
 
 def test_drafters_with_a_different_tokenizer_are_replayed() -> None:
-    target = tiny_llama(vocab_size=300)
+    target, drafter = (tiny_llama(vocab_size=300, num_hidden_layers=1) for _ in range(2))
     pair = SimpleNamespace(
         target=target,
-        drafter=tiny_llama(vocab_size=300),
+        drafter=drafter,
         drafter_kind="model",
         tokenizer=tiny_tokenizer(),
         drafter_tokenizer=tiny_tokenizer(shift=1),

@@ -51,7 +51,7 @@ def test_repeats_agree_if_chance_does_it_once_in_16() -> None:
     assert not agree([1.1] * 4 + [1.0])
 
 
-@pytest.mark.parametrize("repeats", [5, 8, 20])
+@pytest.mark.parametrize("repeats", [5, 20, pytest.param(8, marks=pytest.mark.full)])
 def test_equal_speeds_are_seldom_called_different(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of five that agree alone would be wrong in 1 of 16."""
     monkeypatch.setattr(intervals, "RESAMPLES", FEWER)

@@ -48,7 +48,11 @@ def noisy(model: Any) -> Any:
     return drafter
 
 
-@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(fields, marks=pytest.mark.full if index % 2 else ()) for index, fields in enumerate(KINDS)],
+    ids=str,
+)
 def test_a_class_that_ignores_its_window_gives_its_own_text(fields: dict[str, Any]) -> None:
     model = tiny_llama(**fields)
     expected, drafter = own_text(model), noisy(model)

@@ -57,8 +57,13 @@ def test_dspark_without_heads_is_recognised_by_name(tmp_path):
     assert built(folder, target_model(), "DSpark").block_size == BLOCK
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "adaptive"),
+    [
+        *(("coupled", True), ("rejection", False)),
+        *(pytest.param(*choice, marks=pytest.mark.full) for choice in (("coupled", False), ("rejection", True))),
+    ],
+)
 def test_the_text_is_the_targets_own(tmp_path, rule, adaptive):
     """A drafter of a tiny vocabulary is often right, and often wrong. It reads both ends of the target."""
     target = target_model(vocab_size=8)

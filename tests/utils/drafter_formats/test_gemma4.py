@@ -150,8 +150,9 @@ def test_the_text_is_the_targets_own(tmp_path, monkeypatch, rule, shared):
 @pytest.mark.parametrize("rule", [pytest.param("coupled", marks=pytest.mark.full), "rejection"])
 def test_the_text_is_the_targets_own_under_an_engine(tmp_path, monkeypatch, rule):
     """The engine replaces layers of the target and of the drafter, which then shares none of them."""
-    target = tiny_unified(vocab_size=8, num_kv_shared_layers=0)
-    drafter = loaded(written(tmp_path, tiny_unified_assistant(monkeypatch, vocab_size=8)), target, NAME)
+    sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "global_head_dim": 16}  # few, for compilation
+    target = tiny_unified(**sizes, num_kv_shared_layers=0)
+    drafter = loaded(written(tmp_path, tiny_unified_assistant(monkeypatch, **sizes)), target, NAME)
     assert Engine([target], helpers=[drafter]).use("invariant", 1).verified
     check_texts(target, drafter, rule)
 

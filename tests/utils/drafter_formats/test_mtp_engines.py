@@ -12,7 +12,7 @@ from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.engine import Engine
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])  # greedy, and drawn from the distribution
+@pytest.mark.parametrize("rule", ["coupled", pytest.param("rejection", marks=pytest.mark.full)])  # drawn, and greedy
 def test_the_text_is_the_targets_own_under_an_engine(tmp_path: Any, rule: str) -> None:
     """A dense target: the engine computes neither experts nor recurrent layers."""
     target = tiny_qwen3(vocab_size=8)

@@ -138,7 +138,7 @@ def test_another_tokenizer_means_token_by_token(tmp_path, target):
     assert isinstance(built.drafter, CrossTokenizerDrafter) and tokens_of(steps) == expected
 
 
-@pytest.mark.parametrize("keys", [{"spd_type": "pard2"}, {"pard2": True}])
+@pytest.mark.parametrize("keys", [{"spd_type": "pard2"}, pytest.param({"pard2": True}, marks=pytest.mark.full)])
 def test_pard_2_is_used_without_the_targets_hidden_states(tmp_path, target, keys):
     folder = drafter(tmp_path, pard_token=290, pard2_target_layers=[-1], **keys)
     (folder / "warp_model.bin").write_bytes(b"not read")

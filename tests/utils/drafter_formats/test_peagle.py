@@ -86,7 +86,7 @@ def test_another_reading_takes_effect_at_once(tmp_path):
     assert not torch.allclose(next(draft_rounds(drafter, hidden_states(target, READ), 3))[2], before, atol=1e-2)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", ["coupled", pytest.param("rejection", marks=pytest.mark.full)])
 def test_the_text_is_the_targets_own(tmp_path, rule):
     target, tensors = tiny_llama(num_hidden_layers=LAYERS, vocab_size=8), tensors_of({}, size=8, every=1, layers=2)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:8].clone()

@@ -1,7 +1,7 @@
 """Products in machine code: every form of weights, whatever the numbers of rows and threads."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -82,14 +82,24 @@ def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) 
     return x.double() @ sum(parts).T + bias.double(), sizes  # type: ignore[union-attr]
 
 
-CASES = [(name, index % 2 > 0) for index, name in enumerate(FORMS)]  # biases are added in the same way in every form
+# Each kind of values and of scales. The others repeat them in other combinations.
+CHOSEN = (
+    *("float32", "float32, one input", "bfloat16", "int8, a scale per row", "int8 in groups of 16"),
+    *("uint8 in groups of 16", "4 bits, shifts", "4 bits as in Q4_0", "5 bits as in Q5_1", "4 bits, an odd group"),
+)
 
 
-@pytest.mark.parametrize(("name", "has_bias"), CASES + [("float32", True), ("4 bits, shifts", True)])
-def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(name: str, has_bias: bool) -> None:
+def in_turn(names: Iterable[str]) -> list[Any]:
+    """`make test` runs the chosen forms, `make test-full` all."""
+    return [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("name", in_turn(FORMS))
+def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(name: str) -> None:
     torch.manual_seed(len(name))
     make, outputs, inputs, kind, size = FORMS[name]
-    weight, bias = make(outputs, inputs), torch.randn(outputs) if has_bias else None
+    # Biases are added in the same way in every form.
+    weight, bias = make(outputs, inputs), torch.randn(outputs) if [*FORMS].index(name) % 2 else None
     kernel, x = CompiledKernel([weight], bias), torch.randn(ROWS, inputs)
     assert (kernel.form.kind, kernel.inputs, kernel.outputs) == (kind, inputs, outputs)
     assert next(kernel.tensors()).nbytes == -(-outputs // 16) * 16 * inputs * size
@@ -106,7 +116,7 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
             assert torch.equal(kernel(x[-rows:]), alone[-rows:]), (threads, rows)
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if "group" in name or "4 bits" in name])
+@pytest.mark.parametrize("name", in_turn(name for name in FORMS if "group" in name or "4 bits" in name))
 def test_many_rows_are_unpacked_once(name: str) -> None:
     """With the same values, but other roundings than those of verify passes."""
     torch.manual_seed(7)
@@ -126,8 +136,17 @@ def older_processor() -> Any:
     return llvm.Target.from_triple(triple).create_target_machine(cpu="haswell", features="", opt=3)
 
 
-@pytest.mark.parametrize("shapes", [{2: 2, 1: 6}, {1: 12}, {4: 3, 2: 12}, {2: 6, 1: 12}])
-@pytest.mark.parametrize("name", ["float32", "uint8 in groups of 16", "4 bits, shifts"])
+TILES: list[dict[int, int]] = [{2: 2, 1: 6}, {1: 12}, {4: 3, 2: 12}, {2: 6, 1: 12}]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        pytest.param(name, shapes, marks=() if row == column % 3 else pytest.mark.full)
+        for row, name in enumerate(("float32", "uint8 in groups of 16", "4 bits, shifts"))
+        for column, shapes in enumerate(TILES)
+    ],
+)
 def test_tiles_of_another_processor_have_the_same_bits(
     name: str, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +197,7 @@ def test_a_kernel_keeps_no_memory_of_its_calls() -> None:
     assert torch.equal(kernel(x.bfloat16()), kernel(x.bfloat16().float()))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("4 bits", "uint8"))])
+@pytest.mark.parametrize("name", in_turn(name for name in FORMS if name.startswith(("4 bits", "uint8"))))
 def test_memory_for_many_rows_is_enough_for_fewer(name: str) -> None:
     make, outputs, inputs, *_ = FORMS[name]
     kernel = CompiledKernel([make(min(outputs, 16), inputs)], None)

@@ -131,7 +131,7 @@ def test_every_width_has_the_bits_of_single_steps_in_every_format(kind: str, thr
         session.rewind(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_other_formats_are_computed_in_full_blocks(dtype: torch.dtype) -> None:
     model = llama().to(dtype)
     assert Engine([model]).use("invariant", 1).verified

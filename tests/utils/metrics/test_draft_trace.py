@@ -39,8 +39,17 @@ def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, Gener
     return target, drafter, collect(steps, tracer=tracer)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
-@pytest.mark.parametrize("processor", [GreedyProcessor(), MultinomialProcessor(2.0)])
+SAMPLED = MultinomialProcessor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("processor", "rule"),
+    [
+        *((SAMPLED, "rejection"), (GreedyProcessor(), "coupled"), (SAMPLED, "block")),
+        *(pytest.param(GreedyProcessor(), rule, marks=pytest.mark.full) for rule in ("rejection", "block")),
+        pytest.param(SAMPLED, "coupled", marks=pytest.mark.full),
+    ],
+)
 def test_traces_have_the_figures_of_separate_forward_passes(processor: Any, rule: str) -> None:
     target, drafter, run = traced_run(processor, rule)
     made: list[int] = []

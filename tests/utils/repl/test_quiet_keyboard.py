@@ -16,24 +16,16 @@ from paths import ROOT
 
 from utils.repl.line_input import ENDING, quiet_keyboard
 
-# Plays the shell: it starts the program in the foreground of the terminal and reports the echo after its end.
+# Plays the shell: it starts the program in the foreground of the terminal.
 SHELL = """
-import os, signal, subprocess, sys, termios
+import os, signal, subprocess, sys
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-
-def echo():
-    return "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet"
-
-def foreground(group):
-    os.tcsetpgrp(0, group)
-
 program = subprocess.Popen([sys.executable, "-c", sys.argv[1]], process_group=0)
-foreground(program.pid)
+os.tcsetpgrp(0, program.pid)
 os.kill(program.pid, signal.SIGCONT)
 program.wait()
-foreground(os.getpgrp())
-print("then", echo(), "end", flush=True)
 """
+# Runs each body in a process of its own, and then says whether there is an echo. The imports take seconds.
 PROGRAM = """
 import os, signal, sys, termios, time
 sys.path.insert(0, {root!r})
@@ -42,20 +34,47 @@ from utils.repl.line_input import quiet_keyboard
 def say(*words):
     print(*words, "echo" if termios.tcgetattr(0)[3] & termios.ECHO else "quiet", flush=True)
 
-time.sleep(0.3)  # until the shell has put it into the foreground
-say("before")
-{body}
+for body in {bodies!r}:
+    say("before")
+    if os.fork() == 0:
+        exec(body)
+        sys.exit()
+    os.wait()
+    say("then")
+print("end", flush=True)
 """
 WITHIN = """
 with quiet_keyboard():
     say("within")
 """
+READS = (
+    WITHIN
+    + """
+    time.sleep(0.5)
+say("after")
+print("read", sys.stdin.readline().strip())
+"""
+)
+ENDS = (
+    "raise ValueError",
+    "os.kill(os.getpid(), signal.SIGTERM)",
+    "os.kill(os.getpid(), signal.SIGQUIT)",
+    "sys.exit(3)",
+)
+GENERATOR = """
+def lines():
+    with quiet_keyboard():
+        yield 1
+sys.kept = lines()
+next(sys.kept)
+say("within")
+"""
 
 
-def on_a_terminal(body: str, keys: bytes = b"") -> str:
-    """What a program writes to a terminal of its own, in which it is the foreground job of a shell."""
-    program = PROGRAM.format(root=str(ROOT), body=body)
+def on_a_terminal(bodies: list[str], keys: bytes) -> list[str]:
+    """What each body writes to a terminal, in whose foreground it runs. The keys are typed within the first one."""
     leader, follower = pty.openpty()
+    program = PROGRAM.format(root=str(ROOT), bodies=bodies)
     command = ["setsid", "--ctty", sys.executable, "-c", SHELL, program]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)
@@ -72,38 +91,18 @@ def on_a_terminal(body: str, keys: bytes = b"") -> str:
         process.kill()
         process.wait()
         os.close(leader)
-    return shown.decode()
+    return shown.decode().split("before ")[1:]
 
 
-pytestmark = pytest.mark.skipif(not Path("/usr/bin/setsid").exists(), reason="needs setsid")
-
-
-def test_the_echo_is_off_within_and_what_is_typed_is_read_later() -> None:
-    body = WITHIN + "    time.sleep(1)\nsay('after')\nprint('read', sys.stdin.readline().strip())"
-    shown = on_a_terminal(body, b"typed ahead\n")
-    assert "before echo" in shown and "within quiet" in shown and "after echo" in shown
-    assert shown.count("typed ahead") == 1 and "read typed ahead" in shown
-    assert "then echo end" in shown
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "raise ValueError('a bug')",
-        "os.kill(os.getpid(), signal.SIGTERM)",
-        "os.kill(os.getpid(), signal.SIGQUIT)",
-        "sys.exit(3)",
-    ],
-)
-def test_the_echo_is_on_after_the_program_has_ended(end: str) -> None:
-    shown = on_a_terminal(WITHIN + f"    {end}\n    time.sleep(5)")
-    assert "within quiet" in shown and "then echo end" in shown
-
-
-def test_an_unfinished_generator_restores_it_too() -> None:
-    body = "def lines():\n    with quiet_keyboard():\n        yield 1\nkept = lines()\nnext(kept)\n"
-    shown = on_a_terminal(body + "say('within')\nsys.kept = kept")
-    assert "within quiet" in shown and "then echo end" in shown
+@pytest.mark.skipif(not Path("/usr/bin/setsid").exists(), reason="needs setsid")
+def test_the_echo_is_off_within_and_comes_back_whatever_ends_it() -> None:
+    """By itself, by an exception, by a signal, or by the end of the program with an unfinished generator."""
+    bodies = [READS, *(WITHIN + f"    {end}\n    time.sleep(5)" for end in ENDS), GENERATOR]
+    reads, *others = on_a_terminal(bodies, b"typed ahead\n")
+    assert "after echo" in reads and reads.count("typed ahead") == 1 and "read typed ahead" in reads
+    assert len(others) == len(ENDS) + 1
+    for shown in (reads, *others):
+        assert shown.startswith("echo") and "within quiet" in shown and "then echo" in shown, shown
 
 
 def test_signal_handlers_stay_without_a_terminal() -> None:
