@@ -125,7 +125,17 @@ class DecodingServer(Loopback):
         processor = MultinomialProcessor(temperature) if temperature else GreedyProcessor()
         decoding = Decoding.of(processor, int(body["max_tokens"]), end_ids=self.pair.end_ids, seed=seed)
         ids, gamma = self._ids(body), 0 if self.fault == "off" else self.gamma
-        key = (self.pair.target, self.drafter, self.fault, gamma, temperature, seed, body["max_tokens"], *ids)
+        key = (
+            self.pair.target,
+            self.drafter,
+            self.fault,
+            self.room,
+            gamma,
+            temperature,
+            seed,
+            body["max_tokens"],
+            *ids,
+        )
         with self.busy_lock, torch.no_grad():  # the engine is not made for several threads
             if key not in KNOWN:
                 layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
