@@ -1,4 +1,4 @@
-"""/learn: the loaded drafter learns from the session's prompts behind the prompt, and the result is used if it is faster.
+"""/learn: the loaded drafter learns from the session's prompts behind the prompt, and is used if that made it faster.
 
 The target answers some of the prompts again and again, and `sampling.distill` trains the drafter further on that text.
 The others are kept apart: on them the new drafter runs in turns with the old one, and the rule of all races decides.
@@ -56,7 +56,8 @@ MINUTES = RealRange("number of minutes", 0, 1440, excludes_low=True)
 DEFAULT_MINUTES = 5.0
 FEWEST = 2 * MIN_VALUES  # prompts: at least so many are kept apart that a verdict is possible, and as many are learned
 APART_SHARE, MOST_APART = 3, 12  # one of so many prompts is kept apart
-PAGE, STEP, MULTIPLE = 8192, 2048, 64  # tokens generated side by side, tokens of a training step, and of a row
+PAGE, STEP, MULTIPLE = 8192, 2048, 64  # tokens generated side by side, of a training step, and steps of a row's length
+RATE = 0.01  # the learning rate, half of that of a new drafter
 TOKENS_PER_MINUTE = 27_000  # the most that are generated, which bounds the disk
 OLD, NEW = "old drafter", "new drafter"
 CANNOT = (
@@ -118,7 +119,7 @@ def _start(argument: str, context: CommandContext) -> Outcome:
         "length": min(STEP, -(-longest // MULTIPLE) * MULTIPLE, context_length(harness.pair.target) or STEP),
         "page": PAGE,
         "batch": STEP,
-        "rate": 0.01,
+        "rate": RATE,
     }
     start = partial(Training, _home(), learned, apart, flags)
     about = f"learning from {len(learned)} prompts for about {minutes:g} min, at low priority and not while a line runs"
@@ -213,12 +214,14 @@ class _Race:
     def _conclusion(self) -> str:
         if self.row is None:
             return "The race was not finished, so the old drafter stays. /learn wait races them again."
-        row, kept = self.row, f"It is kept in {self.folder}, a drafter for --drafter and /load."
+        row = self.row
         claim = claim_text({**row, "baseline": "the old one"}, f" over {count_of(row['prompts'], 'prompt')}")
-        if row["verdict"] == FASTER:
-            return f"The new drafter is faster: {claim}. It drafts from now on, and /undo goes back. {kept}"
-        about = "slower" if row["verdict"] == SLOWER else no_difference(row)
-        return f"The new drafter is {about}: {claim}. The old drafter stays. {kept.replace('It', 'The new one', 1)}"
+        if row["verdict"] in (FASTER, SLOWER):
+            about = f"The new drafter is {row['verdict']}: {claim}"
+        else:
+            about = f"The new drafter is {claim}, {no_difference(row)}"
+        use = "It drafts from now on, and /undo goes back" if self.winner() else "The old drafter stays"
+        return f"{about}. {use}. The new one is kept in {self.folder}, for --drafter and /load."
 
     def winner(self) -> Pair | None:
         """The pair with the new drafter if it is faster."""

@@ -1,0 +1,163 @@
+"""The process of a training: it is paused, it ends with its session, and it leaves only a finished drafter behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from paths import ROOT
+from servers.launches import family, gone
+
+from utils.comparison import training
+from utils.comparison.training import PROGRAM, Training
+from utils.errors import UserError
+from utils.prompts.prompt_files import Prompt
+from utils.servers.processes.guard import GRACE
+
+# It takes the flags of a training. `forever` writes a byte every hundredth of a second.
+FAKE = """
+import sys, time
+from pathlib import Path
+behaviour, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+print("generating: 10 of 20 tokens, 5 tokens/s, 2 min 03 s left", flush=True)
+if behaviour == "fail":
+    sys.exit("no memory is left")
+out.mkdir()
+(out / "config.json").write_text("{}")
+while behaviour == "forever":
+    with (out.parent / "ticks").open("ab") as file:
+        file.write(b".")
+    time.sleep(0.01)
+(out / "README.md").write_text("card")
+"""
+SESSION = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{root!r}]
+from utils.comparison import training
+training.PROGRAM = (*training.PROGRAM[:5], sys.executable, {fake!r}, "forever")
+begun = training.Training(Path({home!r}), [], [], {{}})
+if {paused}:
+    begun.paused().__enter__()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> str:
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE)
+    return str(path)
+
+
+def living() -> set[psutil.Process]:
+    """The processes that this one has started and that have not ended."""
+    return {process for process in family() if process.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture(autouse=True)
+def _none_left() -> Iterator[None]:
+    yield
+    for process in living():
+        process.kill()
+
+
+def begun(home: Path, fake: str, behaviour: str) -> Training:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "PROGRAM", (*PROGRAM[:5], sys.executable, fake, behaviour))
+        return Training(home, [Prompt("Hello\nthere")], [Prompt("kept")], {"hours": 0.1})
+
+
+def ticks(home: Path) -> int:
+    return sum(path.stat().st_size for path in home.glob(".training-*/ticks"))
+
+
+def grows(home: Path, seconds: float = 20.0) -> bool:
+    """Whether the program works within so many seconds."""
+    before, end = ticks(home), time.monotonic() + seconds
+    while ticks(home) == before and time.monotonic() < end:
+        time.sleep(0.01)
+    return ticks(home) > before
+
+
+def test_a_training_is_paused_in_a_block_and_then_goes_on(tmp_path: Path, fake: str) -> None:
+    home = tmp_path / "home"
+    one = begun(home, fake, "forever")
+    assert grows(home) and "generating: 10 of 20 tokens, 5 tokens/s" in one.state and "left" not in one.state
+    assert [process.nice() for process in living() if not process.children()] == [19]
+    with one.paused():
+        assert not grows(home, 0.3) and one.is_running
+    assert grows(home)
+    with one.paused():
+        assert next(one.wait()) and grows(home), "waiting lets it go on"
+    one.close()
+
+
+def test_it_is_paused_as_soon_as_it_has_begun(tmp_path: Path, fake: str) -> None:
+    """A line that follows at once must not run beside it."""
+    one = begun(tmp_path / "home", fake, "forever")
+    with one.paused():
+        stopped = [process.status() for process in living() if not process.children()]
+        assert stopped == [psutil.STATUS_STOPPED]
+    one.close()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_training_that_is_ended_leaves_nothing_behind(tmp_path: Path, fake: str, paused: bool) -> None:
+    home = tmp_path / "home"
+    one = begun(home, fake, "forever")
+    assert grows(home)
+    processes, started = living(), time.monotonic()
+    assert len(processes) == 2  # the guard and the program
+    if paused:
+        one.paused().__enter__()
+    one.close()
+    assert gone(processes) and not list(home.iterdir()) and time.monotonic() - started < GRACE
+    one.close()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("ending", ["exit", "SIGTERM", "SIGKILL"])
+def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, fake: str, ending: str, paused: bool) -> None:
+    home = tmp_path / "home"
+    code = SESSION.format(root=str(ROOT), fake=fake, home=str(home), paused=paused)
+    session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert session.stdin is not None and session.stdout is not None and session.stdout.readline() == "ready\n"
+    processes = set(psutil.Process(session.pid).children(recursive=True))
+    assert len(processes) == 2 and list(home.glob(".training-*"))
+    if ending == "exit":
+        session.stdin.close()
+    else:
+        os.kill(session.pid, getattr(signal, ending))
+    session.wait(30)
+    assert gone(processes) and not list(home.iterdir())
+
+
+def test_a_finished_drafter_is_kept_under_a_free_name(tmp_path: Path, fake: str) -> None:
+    home = tmp_path / "home"
+    for number in (1, 2):
+        one = begun(home, fake, "finish")
+        assert all("learning for" in state for state in one.wait())
+        assert one.drafter() == one.drafter() == home / f"learned-{number}"
+        assert (home / f"learned-{number}" / "README.md").is_file() and len(list(home.iterdir())) == number
+
+
+def test_a_training_that_fails_is_explained_by_its_log(tmp_path: Path, fake: str) -> None:
+    one = begun(tmp_path / "home", fake, "fail")
+    list(one.wait())
+    with pytest.raises(UserError, match=r"the training ended with status 1\. Its log ends with:\n.*\nno memory is left"):
+        one.drafter()
+    one.close()
+    assert not list((tmp_path / "home").iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, fake: str) -> None:
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(UserError, match=r"home cannot be written: "):
+        begun(tmp_path / "home", fake, "finish")
