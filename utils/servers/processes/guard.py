@@ -56,7 +56,6 @@ def exit_status(server: "subprocess.Popen[bytes]") -> int:
 def end_all(server: "subprocess.Popen[bytes]") -> None:
     """End the server, and then every process that it left behind."""
     server.terminate()
-    server.send_signal(signal.SIGCONT)  # it may be paused
     try:
         server.wait(GRACE)
     except subprocess.TimeoutExpired:
