@@ -84,7 +84,7 @@ def _learn(argument: str, context: CommandContext) -> Outcome:
             return [UseTraining(None), Reply("the training was ended; the drafter is as before")]
         return [drafter_race(context.harness, context.settings)]
     if training is not None and not argument:
-        return [Reply(training.state if training.is_running else "the training is over: /learn wait races its drafter")]
+        return [Reply(training.state)]
     if training is not None:
         raise UserError(RUNNING)
     return _start(argument, context)

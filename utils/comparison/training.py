@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ("env", f"PYTHONPATH={ROOT}", "nice", "-n", "19", sys.executable, "-u", "-m", "sampling.distill")
 
 
+LEARNED = "learned; /learn wait races the drafters"
+
+
 class Training:
     """A drafter that learns from some prompts, and the prompts `apart` on which it is then raced.
 
@@ -59,10 +62,15 @@ class Training:
         return self._process.is_running
 
     @property
+    def summary(self) -> str:
+        """Whether it runs, and for how long."""
+        return f"learning for {time.monotonic() - self._began:.0f} s" if self.is_running else LEARNED
+
+    @property
     def state(self) -> str:
-        """For how long it has run, and the last line of its log, without the time left of one of its parts."""
+        """The summary and the last line of its log, without the time left of one of its parts."""
         line = re.sub(r", [^,]* left$", "", self._process.last_words().rpartition("\n")[2])
-        return f"learning for {time.monotonic() - self._began:.0f} s: {line}"
+        return f"{self.summary}: {line}" if self.is_running else self.summary
 
     @contextmanager
     def paused(self) -> Iterator[None]:

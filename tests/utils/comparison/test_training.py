@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_training import fake_program, ticks
 from paths import ROOT
 from servers.launches import family, gone
 
@@ -19,28 +20,12 @@ from utils.errors import UserError
 from utils.prompts.prompt_files import Prompt
 from utils.servers.processes.guard import GRACE
 
-# It takes the flags of a training. `forever` writes a byte every hundredth of a second.
-FAKE = """
-import sys, time
-from pathlib import Path
-behaviour, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
-print("generating: 10 of 20 tokens, 5 tokens/s, 2 min 03 s left", flush=True)
-if behaviour == "fail":
-    sys.exit("no memory is left")
-out.mkdir()
-(out / "config.json").write_text("{}")
-while behaviour == "forever":
-    with (out.parent / "ticks").open("ab") as file:
-        file.write(b".")
-    time.sleep(0.01)
-(out / "README.md").write_text("card")
-"""
 SESSION = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}]
 from utils.comparison import training
-training.PROGRAM = (*training.PROGRAM[:5], sys.executable, {fake!r}, "forever")
+training.PROGRAM = {program!r}
 begun = training.Training(Path({home!r}), [], [], {{}})
 pause = begun.paused()  # a name, because Python would end an unreferenced pause
 if {paused}:
@@ -48,13 +33,6 @@ if {paused}:
 print("ready", flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> str:
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE)
-    return str(path)
 
 
 def living() -> set[psutil.Process]:
@@ -69,14 +47,10 @@ def _none_left() -> Iterator[None]:
         process.kill()
 
 
-def begun(home: Path, fake: str, behaviour: str) -> Training:
+def begun(home: Path, behaviour: str) -> Training:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "PROGRAM", (*PROGRAM[:5], sys.executable, fake, behaviour))
+        patch.setattr(training, "PROGRAM", (*PROGRAM[:5], *fake_program(home.parent, behaviour)))
         return Training(home, [Prompt("Hello\nthere")], [Prompt("kept")], {"hours": 0.1})
-
-
-def ticks(home: Path) -> int:
-    return sum(path.stat().st_size for path in home.glob(".training-*/ticks"))
 
 
 def grows(home: Path, seconds: float = 20.0) -> bool:
@@ -87,9 +61,9 @@ def grows(home: Path, seconds: float = 20.0) -> bool:
     return ticks(home) > before
 
 
-def test_a_training_is_paused_in_a_block_and_then_goes_on(tmp_path: Path, fake: str) -> None:
+def test_a_training_is_paused_in_a_block_and_then_goes_on(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    one = begun(home, fake, "forever")
+    one = begun(home, "forever")
     assert grows(home) and "generating: 10 of 20 tokens, 5 tokens/s" in one.state and "left" not in one.state
     assert [process.nice() for process in living() if not process.children()] == [19]
     with one.paused():
@@ -100,9 +74,9 @@ def test_a_training_is_paused_in_a_block_and_then_goes_on(tmp_path: Path, fake: 
     one.close()
 
 
-def test_it_is_paused_as_soon_as_it_has_begun(tmp_path: Path, fake: str) -> None:
+def test_it_is_paused_as_soon_as_it_has_begun(tmp_path: Path) -> None:
     """A line that follows at once must not run beside it."""
-    one = begun(tmp_path / "home", fake, "forever")
+    one = begun(tmp_path / "home", "forever")
     with one.paused():
         (program,) = (process for process in living() if not process.children())
         end = time.monotonic() + 5
@@ -113,9 +87,9 @@ def test_it_is_paused_as_soon_as_it_has_begun(tmp_path: Path, fake: str) -> None
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_training_that_is_ended_leaves_nothing_behind(tmp_path: Path, fake: str, paused: bool) -> None:
+def test_a_training_that_is_ended_leaves_nothing_behind(tmp_path: Path, paused: bool) -> None:
     home = tmp_path / "home"
-    one = begun(home, fake, "forever")
+    one = begun(home, "forever")
     assert grows(home)
     processes, started = living(), time.monotonic()
     assert len(processes) == 2  # the guard and the program
@@ -129,9 +103,9 @@ def test_a_training_that_is_ended_leaves_nothing_behind(tmp_path: Path, fake: st
 
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("ending", ["exit", "SIGTERM", "SIGKILL"])
-def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, fake: str, ending: str, paused: bool) -> None:
+def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, ending: str, paused: bool) -> None:
     home = tmp_path / "home"
-    code = SESSION.format(root=str(ROOT), fake=fake, home=str(home), paused=paused)
+    code = SESSION.format(root=str(ROOT), program=fake_program(tmp_path, "forever"), home=str(home), paused=paused)
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert session.stdin is not None and session.stdout is not None and session.stdout.readline() == "ready\n"
     processes = set(psutil.Process(session.pid).children(recursive=True))
@@ -144,25 +118,27 @@ def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, fake: str, en
     assert gone(processes) and not list(home.iterdir())
 
 
-def test_a_finished_drafter_is_kept_under_a_free_name(tmp_path: Path, fake: str) -> None:
+def test_a_finished_drafter_is_kept_under_a_free_name(tmp_path: Path) -> None:
     home = tmp_path / "home"
     for number in (1, 2):
-        one = begun(home, fake, "finish")
+        one = begun(home, "finish")
         assert all("learning for" in state for state in one.wait())
         assert one.drafter() == one.drafter() == home / f"learned-{number}"
         assert (home / f"learned-{number}" / "README.md").is_file() and len(list(home.iterdir())) == number
 
 
-def test_a_training_that_fails_is_explained_by_its_log(tmp_path: Path, fake: str) -> None:
-    one = begun(tmp_path / "home", fake, "fail")
+def test_a_training_that_fails_is_explained_by_its_log(tmp_path: Path) -> None:
+    one = begun(tmp_path / "home", "fail")
     list(one.wait())
-    with pytest.raises(UserError, match=r"the training ended with status 1\. Its log ends with:\n.*\nno memory is left"):
+    with pytest.raises(
+        UserError, match=r"the training ended with status 1\. Its log ends with:\n.*\nno memory is left"
+    ):
         one.drafter()
     one.close()
     assert not list((tmp_path / "home").iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, fake: str) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
     with pytest.raises(UserError, match=r"home cannot be written: "):
-        begun(tmp_path / "home", fake, "finish")
+        begun(tmp_path / "home", "finish")
