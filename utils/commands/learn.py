@@ -270,14 +270,14 @@ def _files_in(folder: Path) -> list[Path]:
 
 LEARN = Command(
     "learn",
-    "[MINUTES] [FILE]",
+    "[MINUTES]",
     "make the drafter learn your prompts",
     _learn,
     group="models",
     about="The target answers your prompts again and again, and the drafter is trained further on these answers, at "
     "low priority and never while a line runs. Then it is raced against the old one on prompts that were kept apart, "
     f"and is used if it is faster. It needs {FEWEST} prompts, of this session or of a FILE, and an EAGLE-3 drafter.",
-    example=("> /learn 5 prompts.jsonl", "learning from 8 prompts for about 5 min"),
+    example=("> /learn ngram prompts.jsonl", "1242 n-grams from 1 of 1 file"),
     syntax=(
         f"/learn [MINUTES] [FILE]       begin ({DEFAULT_MINUTES:g} minutes), or show how far it is",
         "/learn wait                   wait for it, and race the drafters",

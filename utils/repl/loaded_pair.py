@@ -376,6 +376,8 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         note(STORAGE_LOST)
     if turns := len(state.conversations):
         note(CONVERSATION_LOST.format(count_of(turns, "turn")))
+    if state.training is not None:
+        state.training.close()
     own = loaded.harness.state
     own.records, own.servers = state.records, state.servers  # /export has the last result of any pair
     own.prompts.extend(state.prompts)

@@ -405,9 +405,7 @@ class ReplSession:
                 self.harness.state.conversations.forget()
             case PairRequest():
                 # If they cannot be loaded or prepared, the session stays as it is.
-                loaded = load_beside(effect, self._loaded, self._tools)
-                self._use_training(None)  # it belongs to the old pair
-                self._loaded = loaded
+                self._loaded = load_beside(effect, self._loaded, self._tools)
                 release_memory()
             case RunLines(lines):
                 return self._run_lines(lines)
