@@ -42,6 +42,7 @@ from utils.drafter_formats.eagle3 import Eagle3
 from utils.drafter_formats.eagle3_file import can_be_stored
 from utils.errors import UserError
 from utils.files import read_text, user_folder
+from utils.models import Count
 from utils.models.embedded import EMBEDDED_HEAD
 from utils.models.memory import free_bytes, needed_bytes, weight_counts
 from utils.models.sources import cached_folder, locate, parse_path
@@ -56,7 +57,9 @@ MINUTES = RealRange("number of minutes", 0, 1440, excludes_low=True)
 DEFAULT_MINUTES = 5.0
 FEWEST = 2 * MIN_VALUES  # prompts: at least so many are kept apart that a verdict is possible, and as many are learned
 APART_SHARE, MOST_APART = 3, 12  # one of so many prompts is kept apart
-PAGE, STEP, MULTIPLE = 8192, 2048, 64  # tokens generated side by side, of a training step, and steps of a row's length
+PAGE = 8192  # tokens generated side by side
+STEP = 512  # tokens of a training step: few, because minutes allow only some dozens of steps on a CPU
+LONGEST, MULTIPLE = 2048, 64  # tokens of a conversation, and what their number is a multiple of
 RATE = 0.01  # the learning rate, half of that of a new drafter
 TOKENS_PER_MINUTE = 27_000  # the most that are generated, which bounds the disk
 OLD, NEW = "old drafter", "new drafter"
@@ -110,15 +113,16 @@ def _start(argument: str, context: CommandContext) -> Outcome:
     tokens = int(minutes * TOKENS_PER_MINUTE)
     _check_budget(harness.pair, tokens)
     longest = max(len(harness.prompt_ids(prompt.text, settings)) for prompt in learned) + settings.length
+    length = min(LONGEST, -(-longest // MULTIPLE) * MULTIPLE, context_length(harness.pair.target) or LONGEST)
     flags = {
         "target": harness.pair.request.target,
         "device": harness.pair.request.device,
         "start": folder,
         "hours": minutes / 60,
         "tokens": tokens,
-        "length": min(STEP, -(-longest // MULTIPLE) * MULTIPLE, context_length(harness.pair.target) or STEP),
+        "length": length,
         "page": PAGE,
-        "batch": STEP,
+        "batch": max(STEP, length),
         "rate": RATE,
     }
     start = partial(Training, _home(), learned, apart, flags)
@@ -185,7 +189,9 @@ class _Race:
         )
 
     def _events(self) -> Iterator[ReportEvent]:
-        yield from (Progress(f"{state} ...") for state in self.training.wait())
+        if self.training.is_running:
+            yield Progress("waiting for the training ...")
+        yield from (Progress(Count(f"{state} ...")) for state in self.training.wait())
         self.folder = self.training.drafter()
         old = self.harness.pair
         self.new = with_drafter(old, self.folder)
