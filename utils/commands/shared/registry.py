@@ -91,19 +91,8 @@ class Action(Enum):
 
 
 # A storage is used from now on, the models of a request are loaded, and a report is run, shown and recorded.
-Effect = (
-    Reply
-    | ShowRows
-    | ChangeSettings
-    | NGramStorage
-    | PairRequest
-    | UseServers
-    | UseTraining
-    | RunLines
-    | Report
-    | RaceDrafters
-    | Action
-)
+Change = ChangeSettings | NGramStorage | PairRequest | UseServers | UseTraining
+Effect = Reply | ShowRows | Change | RunLines | Report | RaceDrafters | Action
 Outcome = Sequence[Effect]
 
 
