@@ -121,7 +121,8 @@ class PageGenerator:
         """
         # Generators of their own, so that a page depends on its seed and the earlier pages alone.
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        length = max(min(MIN_LENGTH, self._length), self._length // SHARES[len(earlier) % len(SHARES)])
+        share = 1 if self._script.complete else SHARES[len(earlier) % len(SHARES)]  # a question may fill a short one
+        length = max(min(MIN_LENGTH, self._length), self._length // share)
         conversations = self._conversations(random.Random(seed), max(1, size // length), length, earlier)
         cache, reader = empty_cache(self._model), FeatureReader(self._model, self._layers)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []

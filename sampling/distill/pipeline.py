@@ -39,6 +39,7 @@ from utils.decode.model_info import context_length, vocabulary_size
 from utils.errors import UserError
 from utils.prompts.conversation import end_ids
 from utils.prompts.prompt_files import read_prompts
+from utils.text import count_of
 
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
@@ -68,6 +69,7 @@ class Distillation:
         self._generator = PageGenerator(model, script, layers, length=self._plan.length)
         self._pages = -(-plan.tokens // plan.page)  # of training text
         self._held_out_size = max(self._plan.length, plan.page // HELD_OUT_SHARE)
+        self._held_out_pages = 1 if questions else len(SHARES)  # one for each length of conversations
 
     def run(self) -> None:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
@@ -76,8 +78,9 @@ class Distillation:
         self._report(self._plan_text())
         progress = TrainingProgress.load(work)
         held_out, corpus = Corpus(work / "held-out"), Corpus(work / "pages")
-        reporter = ProgressReporter(self._report, "generating held-out pages", 0, len(SHARES) * self._held_out_size)
-        while len(held_out) < len(SHARES):
+        count = self._held_out_pages
+        reporter = ProgressReporter(self._report, "generating held-out pages", 0, count * self._held_out_size)
+        while len(held_out) < count:
             self._add_page(held_out, 0, self._held_out_size, reporter)
         self._generate(corpus, progress)
         trainer = self._trainer(corpus)
@@ -99,10 +102,11 @@ class Distillation:
     def _plan_text(self) -> str:
         """What will be generated, and in which number format."""
         plan, model = self._plan, self._target.model
+        held_out = f"{count_of(self._held_out_pages, 'held-out page')} of {self._held_out_size:,}"
         return (
-            f"generating {self._pages:,} pages of {plan.page:,} tokens, and {len(SHARES)} held-out pages of "
-            f"{self._held_out_size:,}, in conversations of up to {plan.length:,} tokens. Then {plan.passes} passes of "
-            f"training. All in {str(model.dtype).removeprefix('torch.')} on {model.device}."
+            f"generating {self._pages:,} pages of {plan.page:,} tokens, and {held_out}, in conversations of up to "
+            f"{plan.length:,} tokens. Then {plan.passes} passes of training. All in "
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device}."
         )
 
     def _add_page(self, corpus: Corpus, first_seed: int, size: int, reporter: ProgressReporter) -> None:

@@ -107,7 +107,10 @@ class Student:
 
     `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids `vocabulary` (V',). Neither is
     trained. `layers` are the hidden states of its pages; the last one is the input of the target's output layer.
+    `has_embedding` and `has_rows` are False if its files leave them to the target.
     """
+
+    has_embedding = has_rows = True
 
     def __init__(self, head: Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
@@ -188,12 +191,14 @@ def load_student(folder: Path, target: Target) -> Student:
     embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
     del drafter.embed_tokens, drafter.lm_head
     rows, ids = output.rows.weight, output.vocabulary
-    return Student(
-        drafter.float(), embed, rows.detach(), torch.arange(len(rows), device=rows.device) if ids is None else ids
-    )
+    ids = torch.arange(len(rows), device=rows.device) if ids is None else ids
+    student = Student(drafter.float(), embed, rows.detach(), ids)
+    student.has_embedding, student.has_rows = (checkpoint.has(f"{part}.weight") for part in ("embed_tokens", "lm_head"))
+    return student
 
 
 def save_student(student: Student, folder: Path, target: Target) -> None:
     """Write the drafter to a folder that `--drafter FOLDER` accepts."""
-    around = Surroundings(student.embed.weight, student.rows, student.vocabulary)
+    embedding = student.embed.weight if student.has_embedding else None
+    around = Surroundings(embedding, student.rows if student.has_rows else None, student.vocabulary)
     save_eagle3(folder, student.head, target.model, around)

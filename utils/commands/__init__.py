@@ -3,6 +3,7 @@
 from utils.commands.checks import AUDIT, LOSSLESS
 from utils.commands.compare import COMPARE, REPLAY
 from utils.commands.help import EXPLAIN, help_command
+from utils.commands.learn import LEARN
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
 from utils.commands.server import SERVER
@@ -20,5 +21,5 @@ def default_registry() -> Registry:
     experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, REPLAY, AUDIT, LOSSLESS)
     results = (TEXTS, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
-    commands = (*experiments, *settings, *PAIR_COMMANDS, SERVER, *results, *SESSION_COMMANDS)
+    commands = (*experiments, *settings, *PAIR_COMMANDS, LEARN, SERVER, *results, *SESSION_COMMANDS)
     return Registry([help_command(commands), *commands])

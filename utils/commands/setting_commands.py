@@ -328,7 +328,7 @@ SESSION_COMMANDS = (
         "revert the last change of a setting",
         lambda argument, context: [Action.UNDO_SETTINGS],
         group="session",
-        about="Revert the last change of a setting. Repeat it for earlier changes.",
+        about="Revert the last change of a setting, or the drafter of /learn. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
     ),
     Command(

@@ -88,7 +88,7 @@ class Run:
         drafts = strategy.drafts
         return cls(
             strategy.name,
-            TARGET,
+            strategy.baseline,
             decode(job.pair.tokenizer, generation.tokens),
             tuple(generation.tokens),
             generation.finish,

@@ -23,6 +23,7 @@ from utils.comparison.arms import (
     new_job,
 )
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
+from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.model_info import check_memory, context_length
 from utils.decode.model_session import ModelSession
@@ -157,9 +158,10 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
 class SessionState:
     """The memory of one session.
 
-    `causes` explains by strategy why texts of the last prompt differ from the target's. `records` makes those of the
-    last result. `advice` holds the settings that the last verdict recommends. `rounding` is the largest observed
-    change of the target's logits by verify width.
+    `prompts` are those that were run, in order. `causes` explains by strategy why texts of the last prompt differ from
+    the target's. `records` makes those of the last result. `advice` holds the settings that the last verdict
+    recommends. `rounding` is the largest observed change of the target's logits by verify width. `training` is that of
+    a drafter that learns.
     """
 
     storage: NGramStorage
@@ -172,6 +174,7 @@ class SessionState:
     caches: DrafterCaches = field(default_factory=DrafterCaches)
     conversations: Conversations = field(default_factory=Conversations)
     servers: ServerList = field(default_factory=ServerList)
+    training: Training | None = None
 
     def settle_records(self) -> None:
         """Make the records of the last result now, before the models or the engine change that they describe."""
@@ -186,11 +189,11 @@ NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds
 NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Harness:
     """A pair, the table of strategies, and the state of the session.
 
-    `loaded` is None in a session without local models.
+    `loaded` is None in a session without local models. Only its drafter may change.
     """
 
     loaded: Pair | None

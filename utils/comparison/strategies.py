@@ -35,6 +35,7 @@ from utils.pairs.drafter_kinds import (
 from utils.pairs.pair import Pair
 from utils.pairs.request import CHAIN, LOADED
 from utils.prompts.conversation import Turns
+from utils.servers.address import TARGET
 
 
 class SharedPrefills:
@@ -138,7 +139,8 @@ class Strategy:
 
     `toggle` is the setting that enables it. `kind` is the drafter kind, if it drafts, and `word` its name in
     /drafter_kind; `chooses_kind` is True if that setting applies. `uses_target` is False if it runs the drafter alone.
-    `samples` is True if its tokens are drawn one by one from the processed distribution.
+    `samples` is True if its tokens are drawn one by one from the processed distribution. `baseline` names what its runs
+    are compared with.
     """
 
     name: str
@@ -151,6 +153,7 @@ class Strategy:
     chooses_kind: bool = False
     uses_target: bool = True
     samples: bool = True
+    baseline: str = TARGET
 
     @property
     def drafts(self) -> bool:

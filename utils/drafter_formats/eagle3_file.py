@@ -38,11 +38,11 @@ class Surroundings:
     """The parts of a drafter besides its layers.
 
     `embedding` (V, H) is its input embedding, `rows` (V', H) its output head, and `ids` (V',) the ascending token ids
-    of these rows.
+    of these rows. Where one of the first two is None, it is the target's and not stored.
     """
 
-    embedding: Tensor
-    rows: Tensor
+    embedding: Tensor | None
+    rows: Tensor | None
     ids: Tensor
 
 
@@ -133,11 +133,11 @@ def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: 
 
 def _tensors(drafter: Eagle3, around: Surroundings, size: int) -> dict[str, Tensor]:
     """All tensors of the file, for a target with `size` tokens."""
-    trained = _weights(drafter) | {"lm_head.weight": around.rows}
+    trained = _weights(drafter) | ({} if around.rows is None else {"lm_head.weight": around.rows})
     tensors = {name: part.bfloat16() if part.is_floating_point() else part for name, part in trained.items()}
     # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
     # is missing. In the number format of the target, so that an equal copy is recognised.
-    tensors["embed_tokens.weight"] = around.embedding
+    tensors |= {} if around.embedding is None else {"embed_tokens.weight": around.embedding}
     if len(ids := around.ids.cpu()) < size:  # otherwise every token can be drafted
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True)

@@ -204,6 +204,16 @@ class Engine:
             result = StoredResult(state.kind, state.reason, state.threads, tested_on, *measured)
             self.results.put(self._key, asdict(result))
 
+    def add_helper(self, helper: nn.Module) -> None:
+        """Compute one more module in the same way, such as a second draft head."""
+        self._helpers.append(helper)
+        self._engine.add_helper(helper)
+
+    def drop_helper(self, helper: nn.Module) -> None:
+        """Forget a module that `add_helper` has added and that is not used any more."""
+        self._helpers.remove(helper)
+        self._engine.drop_helper(helper)
+
     def _built(self, name: str) -> PlainEngine:
         return LAYER_ENGINES[name](self._models, self._helpers, self._weights)
 

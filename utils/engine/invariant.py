@@ -22,7 +22,7 @@ from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import Kernel, restore_linears, swap_linears
+from utils.engine.module_swap import GroupBuilder, Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import data, release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
@@ -63,9 +63,7 @@ class InvariantEngine(PlainEngine):
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
-        is_compiled = _is_compiled(self._models[0])
-        builder = CompiledBuilder(self._format, self._models) if is_compiled else blocked_builder
-        swap_linears([*self._models, *self._helpers], builder, report)
+        swap_linears([*self._models, *self._helpers], self._builder(), report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
@@ -74,13 +72,20 @@ class InvariantEngine(PlainEngine):
                 model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        if is_compiled:
-            self._compile_drafters()
+        self._compile_drafters(self._helpers)
         return ""
 
-    def _compile_drafters(self) -> None:
+    def add_helper(self, helper: nn.Module) -> None:
+        super().add_helper(helper)
+        swap_linears([helper], self._builder(), unreported)
+        self._compile_drafters([helper])
+
+    def _builder(self) -> GroupBuilder:
+        return CompiledBuilder(self._format, self._models) if _is_compiled(self._models[0]) else blocked_builder
+
+    def _compile_drafters(self, helpers: Sequence[nn.Module]) -> None:
         """Give drafters that can be described a program, if it computes what their modules compute."""
-        for helper in self._helpers:
+        for helper in helpers if _is_compiled(self._models[0]) else ():
             if getattr(helper, "draft_spec", lambda: None)() is not None:
                 compiled = CompiledDrafter(helper)
                 if compiled.agrees():

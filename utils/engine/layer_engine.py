@@ -52,6 +52,13 @@ class PlainEngine:
         fill(self._models)
         return ""
 
+    def add_helper(self, helper: nn.Module) -> None:
+        """Compute one more helper in the installed engine."""
+        self._helpers.append(helper)
+
+    def drop_helper(self, helper: nn.Module) -> None:
+        self._helpers.remove(helper)
+
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test what the installed layers promise, with this number of threads. Returns why the test failed."""
         return ""

@@ -78,6 +78,11 @@ class EngineLinear(nn.Module):
         """The weight (N, K), computed anew at every access."""
         return torch.split_with_sizes(self.fused.kernel.weight(), self.fused.sizes)[self.index]
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (N,), which the kernel adds."""
+        return self.original[1]
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:

@@ -120,6 +120,21 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
+def with_drafter(pair: Pair, folder: Path) -> Pair:
+    """The pair with the drafter in a folder, a trained copy of its own, which keeps its kind and so its costs.
+
+    The engine computes both. Raises UserError if the folder does not hold a drafter of this target.
+    """
+    if (published := _published(locate(str(folder), pair.engine.report))) is None:
+        raise UserError(f"'{folder}' holds no drafter.")
+    target = LoadedTarget(pair.target_name, pair.target, pair.tokenizer, pair.quantize, EngineWeights())
+    loaded = _load_published(*published, target, kind=published[1].name)
+    assert isinstance(loaded.model, FeatureDrafter)
+    pair.engine.add_helper(loaded.model)
+    request = replace(pair.request, drafter=str(folder))
+    return replace(pair, drafter=loaded.model, drafter_name=loaded.name, request=request)
+
+
 def _located(request: PairRequest, report: Reporter) -> Source:
     """The source of the target. For engines that compute in blocks, that is the GGUF file of the embedded target."""
     if request.engine_weights == "gguf" and request.target == EMBEDDED:

@@ -122,7 +122,7 @@ class SessionSettings:
         `defers_costs` leaves costs that are neither typed nor stored to `measure_costs`.
         """
         self._harness, self._note = harness, note
-        self._earlier: list[Settings] = []
+        self._earlier: list[tuple[Settings, Pair | None]] = []
         shortened = replace(requested, length=min(requested.length, limits.context))
         if not harness.has_pair:
             # Servers have chat templates and engines of their own.
@@ -149,18 +149,31 @@ class SessionSettings:
         before = self.current
         self._apply(requested)
         if self.current != before:
-            self._earlier.append(before)
+            self._earlier.append((before, self._harness.loaded))
 
     def undo(self) -> str:
         """Revert the last change. Returns the changed values. Raises UserError if there was no change."""
         if not self._earlier:
             raise UserError(NOTHING_TO_UNDO)
-        before = self.current
+        before, (earlier, pair) = self.current, self._earlier.pop()
+        if pair is not self._harness.loaded:
+            self._use(pair)
+            return f"undone: {pair_names(pair)}"
         # Not through `change`, which would store the reverted values as a new change.
-        self._apply(self._earlier.pop())
+        self._apply(earlier)
         values = [(name, entry.show(before), entry.show(self.current)) for name, entry in listed_settings().items()]
         changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
         return f"undone: {changes or 'no setting differs'}"
+
+    def use_drafter(self, pair: Pair) -> None:
+        """Use the drafter of this pair, whose target and drafter kind are the present ones. /undo goes back."""
+        self._earlier.append((self.current, self._harness.loaded))
+        self._use(pair)
+
+    def _use(self, pair: Pair | None) -> None:
+        self._harness.state.settle_records()
+        self._harness.loaded = pair
+        self._conventions = self._read_now()
 
     def retest_engine(self) -> str:
         """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
@@ -180,7 +193,8 @@ class SessionSettings:
         self.current = self._with_costs(replace(self.current, costs=kept))
         # /undo must not bring back the old costs.
         self._earlier = [
-            replace(each, costs=self.current.costs) if each.costs == costs else each for each in self._earlier
+            (replace(each, costs=self.current.costs) if each.costs == costs else each, pair)
+            for each, pair in self._earlier
         ]
 
     def _read_now(self) -> Conventions | None:
@@ -358,6 +372,8 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         note(STORAGE_LOST)
     if turns := len(state.conversations):
         note(CONVERSATION_LOST.format(count_of(turns, "turn")))
+    if state.training is not None:
+        state.training.close()
     own = loaded.harness.state
     own.records, own.servers = state.records, state.servers  # /export has the last result of any pair
     own.prompts.extend(state.prompts)

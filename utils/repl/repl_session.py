@@ -5,6 +5,7 @@ this package load pairs, change settings, and run prompts and reports.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
@@ -13,7 +14,18 @@ from typing import Any
 
 from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
-from utils.commands.shared.registry import Action, ChangeSettings, Effect, Reply, RunLines, ShowRows, UseServers
+from utils.commands.learn import drafter_race
+from utils.commands.shared.registry import (
+    Action,
+    ChangeSettings,
+    Effect,
+    RaceDrafters,
+    Reply,
+    RunLines,
+    ShowRows,
+    UseServers,
+    UseTraining,
+)
 from utils.comparison.arms import Run
 from utils.comparison.harness import (
     Harness,
@@ -32,6 +44,7 @@ from utils.comparison.records import (
     report_record,
     run_records,
 )
+from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
@@ -293,6 +306,7 @@ class ReplSession:
     def close(self) -> None:
         """End the work behind the prompt, and close the connections to servers."""
         self._loaded.warming.stop()
+        self._use_training(None)
         self.harness.state.servers.close()
 
     def status(self) -> str:
@@ -321,12 +335,14 @@ class ReplSession:
 
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
+        training = None if at_once else self.harness.state.training
         try:
             if not at_once:  # nothing else may use the models during a warm-up behind the prompt
                 if self._loaded.warming.is_running:
                     self._renderer.progress(WARMING_UP)
                 self._loaded.warming.wait()
-            return action(text)
+            with nullcontext() if training is None else training.paused():
+                return action(text)
         except KeyboardInterrupt:
             self._renderer.note("Interrupted.")
             return Verdict.INTERRUPTED
@@ -380,6 +396,10 @@ class ReplSession:
                 self.harness.state.servers.use(addresses)
             case NGramStorage():
                 self.harness.state.storage = effect
+            case UseTraining(start):
+                self._use_training(start)
+            case RaceDrafters():
+                return self._race_drafters(effect)
             case Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case PairRequest():
@@ -409,7 +429,37 @@ class ReplSession:
 
     def _run_prompt(self, text: str) -> Verdict:
         self._finish_warm_up()
+        training = self.harness.state.training
+        if training is not None and not training.is_running and not training.was_raced:
+            # An error of the training must not cost the prompt.
+            race = drafter_race(self.harness, self.settings)
+            if self._guarded(lambda _: self._race_drafters(race), text) is Verdict.INTERRUPTED:
+                return Verdict.INTERRUPTED
         return self._runner.prompt(text, self.settings)
+
+    def _use_training(self, start: Callable[[], Training] | None) -> None:
+        """End the present training, and start another one."""
+        state = self.harness.state
+        if state.training is not None:
+            state.training.close()
+        state.training = None if start is None else start()
+
+    def _race_drafters(self, race: RaceDrafters) -> Verdict:
+        """Wait for the training, race, and use the new drafter if it has won."""
+        state = self.harness.state
+        assert state.training is not None
+        try:
+            verdict = self._apply(race.report)
+        except Exception:  # a training that has failed is over
+            self._use_training(None)
+            raise
+        if verdict is Verdict.INTERRUPTED:
+            state.training.was_raced |= not state.training.is_running
+            return verdict
+        if (pair := race.winner()) is not None:
+            self._loaded.settings.use_drafter(pair)
+        self._use_training(None)
+        return verdict
 
     def _run_lines(self, lines: Sequence[str]) -> Verdict:
         """Process lines as if they were typed, until one quits or is interrupted."""

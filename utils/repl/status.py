@@ -73,6 +73,7 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
         *changed_switches(settings),
         "" if pair is None else pair.engine.state.kind,
         f"turn {turns}" if turns and settings.keeps_conversation else "",
+        "" if state.training is None else state.training.summary,
         f"tokens/s: {speeds}" if speeds else "",
     ]
     return SEPARATOR.join(filter(None, parts))

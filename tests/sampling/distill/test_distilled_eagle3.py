@@ -203,6 +203,19 @@ def test_a_continued_drafter_keeps_its_flags_and_vocabulary(target, folders, tmp
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
 
 
+def test_what_a_drafter_borrows_is_not_stored_when_it_is_continued(target, folders, tmp_path):
+    """The embedded head is an example: embedding and output rows would be most of its files."""
+    start, borrowed = shutil.copytree(folders["usual"], tmp_path / "start"), ("embed_tokens.weight", "lm_head.weight")
+    kept = {name: part for name, part in load_file(start / "model.safetensors").items() if name not in borrowed}
+    save_file(kept, start / "model.safetensors")
+    out = trained(target, tmp_path / "out", "--start", str(start), "--seed", "5")
+    assert load_file(out / "model.safetensors").keys() == kept.keys()
+    before, after = (load(target, folder).drafter for folder in (start, out))
+    assert torch.equal(before.lm_head.rows.weight, after.lm_head.rows.weight)
+    assert torch.equal(before.lm_head.vocabulary, after.lm_head.vocabulary)
+    assert not torch.equal(before.fc.weight, after.fc.weight)
+
+
 def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
     """A first layer that reads its own position through any matrix, without an MLP, and equal heads in the second."""
     hidden, config = 32, {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1}

@@ -75,7 +75,7 @@ def test_the_plan_and_the_next_step_are_reported(target, tmp_path, capsys, quest
     """1,000 tokens are rounded up to two pages. An untrained drafter is useless. Paths are not published."""
     assert run(target, tmp_path / "out", "--rate", "1e-7", *questions) == 0
     messages = message_of(capsys)
-    assert "2 pages of 576 tokens" in messages and "float32" in messages
+    assert "2 pages of 576 tokens, and 1 held-out page of 144, in" in messages and "float32" in messages
     assert f"--target {target} --drafter {tmp_path / 'out'}" in messages and "unlikely to save time" in messages
     assert not (tmp_path / "out" / "work").exists()
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()

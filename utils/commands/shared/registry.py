@@ -15,10 +15,12 @@ from pathlib import Path
 from ngram_assisted import NGramStorage
 from utils.comparison.harness import Harness
 from utils.comparison.records import Report
+from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
 from utils.errors import UserError
 from utils.models.sources import parse_path
+from utils.pairs.pair import Pair
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
 from utils.servers.address import ServerAddress
 from utils.text import QUOTES
@@ -61,18 +63,34 @@ class RunLines:
     lines: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class UseTraining:
+    """Start a training, which replaces the present one. None ends that one."""
+
+    start: Callable[[], Training] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RaceDrafters:
+    """Run a report, and then use the pair that `winner` returns, if it returns one. /undo goes back."""
+
+    report: Report
+    winner: Callable[[], Pair | None]
+
+
 class Action(Enum):
     """An effect without values."""
 
     RETEST_ENGINE = auto()  # run the engine's self-test and all its measurements again
-    UNDO_SETTINGS = auto()  # revert the last change of settings
+    UNDO_SETTINGS = auto()  # revert the last change of settings, or of the drafter
     FORGET_CONVERSATIONS = auto()  # begin new conversations with the next prompt
     CLEAR_SCREEN = auto()
     QUIT = auto()  # end the session
 
 
 # A storage is used from now on, the models of a request are loaded, and a report is run, shown and recorded.
-Effect = Reply | ShowRows | ChangeSettings | NGramStorage | PairRequest | UseServers | RunLines | Report | Action
+Change = ChangeSettings | NGramStorage | PairRequest | UseServers | UseTraining
+Effect = Reply | ShowRows | Change | RunLines | Report | RaceDrafters | Action
 Outcome = Sequence[Effect]
 
 

@@ -1,4 +1,4 @@
-"""A process between this program and a server that it has started. It ends the server when this program is gone.
+"""A process between this program and a server or a training that it has started. It ends it when this program is gone.
 
 `guard.py PIPE PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
 parent is gone, which closes the other end of the pipe. Then it ends the command and all processes that the command has

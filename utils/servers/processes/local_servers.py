@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from utils.errors import UserError
 from utils.models import Count
 from utils.servers.processes.flags import LLAMA, Speculation
@@ -28,6 +30,7 @@ READY_SECONDS = 1800.0  # large models take minutes to load; Ctrl-C ends the wai
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
 GUARD = Path(__file__).parent / "guard.py"
 POLL = 0.2  # seconds between two checks whether the server is ready
+SOON = 0.01  # seconds between two checks whether a program has begun
 COUNT = 1.0  # seconds between two lines of progress
 LAST_LINES, LINE_LENGTH = 5, 200
 TAIL_BYTES = 16_384
@@ -49,14 +52,16 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if OUR_VARIABLES.get(name) != value}
 
 
-class ServerProcess:
-    """A running server. Its output goes to its log file."""
+class GuardedProcess:
+    """A program that ends with this one. Its output goes to its log file. What else is in the folder of that file is
+    removed, too, if this program is killed.
+    """
 
-    def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start the command. Raises UserError if that is not possible here."""
         if os.name != "posix":
-            raise UserError("servers can be started on Linux and macOS only; start it yourself and use /server add.")
-        self.name, self.port, self.log = name, port, log
+            raise UserError(f"{name} can be started on Linux and macOS only.")
+        self.name, self.log = name, log
         self.command = tuple(command)
         self._status = log.with_suffix(".status")  # written when the server has ended on its own
         self._status.unlink(missing_ok=True)
@@ -81,39 +86,27 @@ class ServerProcess:
             os.close(read)
 
     @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
     def is_running(self) -> bool:
         return self._guard.poll() is None and not self._status.exists()
 
-    def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
-        """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
+    def send(self, number: int) -> None:
+        """Send a signal to the program and to all processes that it has started, but not to its guard."""
+        for process in self._begun():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
-        `is_ready` sends the server a request. Raises UserError, with the end of its log, if it exits or takes too long.
-        If the waiting ends before the server is ready, for example by Ctrl-C, the server is ended.
-        """
-        start = reported = time.monotonic()
-        try:
-            while not is_ready():
-                now = time.monotonic()
-                if not self.is_running:
-                    raise UserError(self.ending())
-                if now - start > limit:
-                    raise UserError(f"{self.name} was not ready after {limit:.0f} s. {self.last_words()}")
-                if now - reported >= COUNT:
-                    reported = now
-                    yield Count(f"starting {self.name}: {now - start:.0f} s")
-                time.sleep(POLL)
-            if not self.is_running:  # then another program answers on its port
-                raise UserError(self.ending())
-        except BaseException:
-            self.stop()
-            raise
+    def wait_for_program(self) -> None:
+        """Wait until the guard has started the program, so that signals reach it."""
+        while self.is_running and not self._begun():
+            time.sleep(SOON)
+
+    def _begun(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return list(psutil.Process(self._guard.pid).children(recursive=True))
+        return []
 
     def stop(self) -> None:
-        """End the server and all processes that it has started. Does nothing the second time."""
+        """End the program and all processes that it has started. Does nothing the second time."""
         if self._write < 0:
             return
         self._guard.terminate()
@@ -146,6 +139,43 @@ class ServerProcess:
         lines = [line.strip() for line in visible(text.replace("\r", "\n")).splitlines()]
         shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
         return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
+
+
+class ServerProcess(GuardedProcess):
+    """A running server."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
+        """Start the command. Raises UserError if that is not possible here."""
+        super().__init__(name, command, log)
+        self.port = port
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
+        """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
+
+        `is_ready` sends the server a request. Raises UserError, with the end of its log, if it exits or takes too long.
+        If the waiting ends before the server is ready, for example by Ctrl-C, the server is ended.
+        """
+        start = reported = time.monotonic()
+        try:
+            while not is_ready():
+                now = time.monotonic()
+                if not self.is_running:
+                    raise UserError(self.ending())
+                if now - start > limit:
+                    raise UserError(f"{self.name} was not ready after {limit:.0f} s. {self.last_words()}")
+                if now - reported >= COUNT:
+                    reported = now
+                    yield Count(f"starting {self.name}: {now - start:.0f} s")
+                time.sleep(POLL)
+            if not self.is_running:  # then another program answers on its port
+                raise UserError(self.ending())
+        except BaseException:
+            self.stop()
+            raise
 
 
 class LocalServers:
