@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.warm_up import warm_up, with_costs
-from utils.config.settings import Settings, setting_fields
+from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.metrics.intervals import Interval, speedup_interval
 from utils.metrics.results import Generation, collect, pooled
@@ -54,7 +54,7 @@ class Arm:
         harness = Harness.of(pair, base)
         settings = with_costs(harness, base)
         warm_up(harness, settings)
-        costs = setting_fields()["costs"].show(settings)
+        costs = "" if settings.costs is None else settings.costs.text
         screen.result(f"{drafter}: {pair.engine.state.sentence()} {costs}")
         return cls(drafter, harness, settings)
 

@@ -108,14 +108,14 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
     if name == "chat" and settings.chat is not False and not settings.chat_template:
         hint = NO_TEMPLATE
     processor = _processor(row, settings)
-    return [ChangeSettings(settings, f"{name}: {row.show(settings)}{was}{processor}{hint}")]
+    return [ChangeSettings(settings, f"{name}: {row.describe(settings)}{was}{processor}{hint}")]
 
 
 def _shown(row: Setting, context: CommandContext) -> Outcome:
     """The value, and what is in effect if that can differ: /engine auto shows which engine was chosen."""
     fact = dict(context.facts()).get(row.fact) if row.fact else None
     state = "" if fact is None else f"; now {fact}"
-    value = f"{row.show(context.settings)}{state}{_processor(row, context.settings)}"
+    value = f"{row.describe(context.settings)}{state}{_processor(row, context.settings)}"
     about = "; ".join(filter(None, (row.summary, "|".join(row.value_type.words))))
     reply = Reply(f"{row.name}: {value}" + (f"   ({about})" if about else ""))
     if row.name != "engine":
@@ -275,7 +275,7 @@ HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ 
 def _show(argument: str, context: CommandContext) -> Outcome:
     rows = [*context.facts()]
     for name, entry in listed_settings().items():
-        value = entry.show(context.settings)
+        value = entry.describe(context.settings)
         cut = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
         rows.append((name, cut))
     return [ShowRows(rows)]

@@ -139,7 +139,11 @@ class Settings:
         "draft of each kind and reading 1,000 tokens of a prompt cost. The unit is one such target forward. They are "
         "measured on the loaded models, in a short and in a long context; /gamma auto, /why and /whatif depend on "
         "them.",
-        example=("measure", "costs: verify 0.19 0.22 0.26; head 0.07"),
+        example=(
+            "measure",
+            "costs: verifying k drafts costs 1 + (k=1: 0.19, 2: 0.22, 3: 0.26)",
+            "target forwards; one draft by head 0.07",
+        ),
         forms={
             "measure": "measure them on the loaded models",
             "verify V1 V2 ...; KIND C; read KIND C": "use these",
@@ -342,6 +346,11 @@ class Setting:
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(self.get(settings))
+
+    def describe(self, settings: Settings) -> str:
+        """The value for reading, if that differs from the typed form."""
+        value = self.get(settings)
+        return value.text if isinstance(value, Costs) else self.show(settings)
 
     def change(self, settings: Settings, text: str, limits: Limits) -> Settings:
         """New settings with the parsed value of `text`. Raises UserError if it is not valid."""

@@ -12,6 +12,7 @@ from typing import Self
 
 DIGITS = 3
 MAX_COST = 1000.0
+SHOWN_DRAFTS = (1, 2, 3, 4, 8, 16)
 MAX_SHARE = 4.0  # limit of extrapolation, in multiples of the distance between the two context lengths
 READ_TOKENS = 1000  # unit of the reading costs
 
@@ -68,6 +69,20 @@ class Costs:
             tuple((kind, cost / step) for kind, cost in self.read),
             length,
         )
+
+    @property
+    def text(self) -> str:
+        """The costs in words, with a few verify costs, because all of them would fill several lines."""
+        shown = [k for k in SHOWN_DRAFTS if k <= len(self.verify)]
+        verify = ", ".join(f"{k}: {self.verify[k - 1]:.2f}" for k in shown)
+        parts = [f"verifying k drafts costs 1 + (k={verify}) target forwards"] if shown else []
+        parts += [f"one draft by {kind} {cost:.2f}" for kind, cost in self.draft]
+        parts += [f"reading 1,000 tokens by {kind} {cost:.1f}" for kind, cost in self.read]
+        if self.longer is not None:
+            forward = f"a target forward takes {self.longer.step:.2f} times as long"
+            parts.append(f"after {self.longer.length:,} instead of {self.length:,} tokens {forward}")
+            parts.append(self.longer.text)
+        return "; ".join(parts) or "nothing was measured"
 
     def verify_cost(self, drafts: int) -> float:
         """The extra time of a verify pass with this many drafts, extrapolated by the last difference. 0 if not

@@ -116,7 +116,7 @@ def test_a_pair_by_name_has_its_own_options(line):
         ("device=tpu", "tpu"),
         ("smollm3", "smollm2?"),
         ("target=", "target="),
-        ("target='x", "target='x"),
+        ("target='x", "quotation mark"),
     ],
 )
 def test_a_load_that_fails_leaves_the_old_pair_as_it_was(shelf, tmp_path, argument, part):

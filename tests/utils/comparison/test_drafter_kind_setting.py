@@ -36,7 +36,7 @@ KINDS = ("head", *WORDS[1:])
 def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
-    checked(session, file, "/length 20", f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(WORDS)}", REPEATS)
+    checked(session, file, "/length 35", f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(WORDS)}", REPEATS)
     rows = records_of(file)
     assert [(row["strategy"], row["drafter_kind"]) for row in rows[:-1]] == [
         (f"speculative {kind}", kind) for kind in KINDS
