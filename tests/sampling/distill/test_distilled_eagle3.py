@@ -24,7 +24,7 @@ from sampling.distill.students import Target, create_student, load_student, outp
 from sampling.drafters.feature_sessions import feature_session
 from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3 import LAYER_IDS
-from utils.drafter_formats.eagle3_file import Surroundings, save_eagle3, usual_layers
+from utils.drafter_formats.eagle3_file import Surroundings, can_be_stored, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_parts import write_target_file
 
@@ -223,7 +223,11 @@ def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, LAYER_IDS: [2, 4, 5]}
     tensors = two_layers(hidden)
     start = write_checkpoint(tmp_path / "start", config, tensors)
-    model = load(target, start).target
+    pair = load(target, start)
+    pair.engine.use("invariant", 1)
+    assert can_be_stored(pair.drafter), "whatever layers an engine has put in place"
+    pair.engine.use("plain", 1)
+    model = pair.target
     write_target_file(start, model, window=20)
     out = trained(target, tmp_path / "out", "--start", str(start))
     stored = load_file(out / "model.safetensors")
