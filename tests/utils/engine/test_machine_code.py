@@ -87,12 +87,12 @@ def test_threads_sleep_and_wake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_stay_until_the_last_job_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long other threads take for an item, because nobody would wake them."""
-    monkeypatch.setattr(machine_code, "_SPINS", 1)
+    monkeypatch.setattr(machine_code, "_SPINS", 20_000)  # a moment, since a thread may wake before the list begins
     torch.set_num_threads(2)
     workers = Workers()
     run_next([2], workers=workers)
     sizes = [2, *[1] * 20]  # jobs that one thread computes alone
-    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 6_000_000, "workers": workers})
+    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 20_000_000, "workers": workers})
     caller.start()
     until(lambda: workers._state[machine_code._SERVING] == 1)
     time.sleep(0.1)
