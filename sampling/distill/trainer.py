@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +24,35 @@ WARM_UP_STEPS = 20
 STATE_FILE = "trainer.safetensors"
 
 
+class Muon(torch.optim.Muon):
+    """torch's optimizer without bfloat16, in which it orthogonalizes: processors without instructions for that take
+    many times as long as for float32.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    own = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                    own.lerp_(weight.grad, 1 - group["momentum"])
+                    update = _orthogonalized(weight.grad.lerp(own, group["momentum"]), group)
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1, weight.shape[0] / weight.shape[1])))
+
+
+def _orthogonalized(x: Tensor, group: dict[str, Any]) -> Tensor:
+    """x (N, K) with singular values of about 1, by the Newton-Schulz iteration of Muon."""
+    if len(x) > x.shape[1]:
+        return _orthogonalized(x.T, group).T
+    a, b, c = group["ns_coefficients"]
+    x = x / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
 class Trainer:
     """Trains a student on pages for `total` steps, of which `step` are done. `loss` is a running mean.
 
@@ -37,8 +67,9 @@ class Trainer:
         weights = list(student.head.parameters())
         matrices = [parameter for parameter in weights if parameter.dim() == 2]  # torch's Muon refuses anything else
         others = [parameter for parameter in weights if parameter.dim() != 2]
+        muon = Muon if lm_head.dtype == torch.float32 else torch.optim.Muon
         self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=plan.rate, weight_decay=0.01),
+            muon(matrices, lr=plan.rate, weight_decay=0.01),
             torch.optim.AdamW(others, lr=plan.rate_rest, weight_decay=0.0, betas=(0.9, 0.95)),
         ]
         self._rates = (plan.rate, plan.rate_rest)
