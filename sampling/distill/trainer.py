@@ -30,7 +30,7 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
