@@ -182,7 +182,7 @@ def test_a_sound_server_that_is_slow_gets_the_cost_of_a_round(examined: Any) -> 
     slow = DecodingServer(pair=noisy_pair(), faults=Faults(chunk_delay=3 * PACE.chunk_delay))
     shown, findings = examined(slow, baseline="plain")
     assert {row["cause"] for row in findings} == {"sound, but slow"}, shown
-    assert "calls a server as fast as plain slow with a probability of at most 1%" in shown
+    assert "as fast as plain would be called slow with a probability of at most 1%" in shown
     found = re.search(r"other reasons: (\S+)x \(.* the speed of plain with (\S+) tokens .* costs (\S+) decode", shown)
     assert found is not None, shown
     ratio, tokens, steps = map(float, found.groups())

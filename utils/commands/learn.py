@@ -58,7 +58,7 @@ DEFAULT_MINUTES = 5.0
 FEWEST = 2 * MIN_VALUES  # prompts: at least so many are kept apart that a verdict is possible, and as many are learned
 APART_SHARE, MOST_APART = 3, 12  # one of so many prompts is kept apart
 PAGE = 8192  # tokens generated side by side
-STEP = 512  # tokens of a training step: few, because minutes allow only some dozens of steps on a CPU
+STEP = 512  # tokens of a training step, so few that a CPU makes some dozens of steps in minutes
 LONGEST, MULTIPLE = 2048, 64  # tokens of a conversation, and what their number is a multiple of
 RATE = 0.002  # the learning rate, a tenth of that of a new drafter
 TOKENS_PER_MINUTE = 27_000  # the most that are generated, which bounds the disk
@@ -251,7 +251,7 @@ def _learn_ngrams(argument: str, context: CommandContext) -> Outcome:
     for file in files:
         try:
             text = read_text(file)
-        except UserError:  # no text
+        except UserError:  # not text
             if not path.is_dir():
                 raise
             continue

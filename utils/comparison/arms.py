@@ -60,7 +60,7 @@ class Run:
     """One finished or interrupted run of an arm.
 
     `baseline` names the arm to compare it with, if any. `seconds` includes the prefill, or is the time of the whole
-    request. Figures that are unknown, or that do not apply, are None. A local run has a `generation` with its rounds;
+    request. A figure that was not measured or does not apply is None. A local run has a `generation` with its rounds;
     the answer of a server has a `completion` and the `address` of the server.
     """
 

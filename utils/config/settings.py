@@ -119,7 +119,7 @@ class Settings:
         "what drafts; several kinds are compared",
         text="What drafts for the strategy speculative. Several kinds are run one after the other. The default, chain, "
         "drafts what followed earlier in the texts where that is expected to gain more, and otherwise asks the drafter "
-        "of the pair. /race with 'chain loaded' shows what the matches bring.",
+        "of the pair. /race shows what the matches gain after /drafter_kind chain loaded.",
         example=("loaded suffix",),
         forms={
             "loaded": "the drafter of the pair",

@@ -21,7 +21,7 @@ from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
 
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
-PROGRAMS = 128  # that are kept: those of all verify passes, with and without states, and of some prompts
+PROGRAMS = 128  # the most that are kept: for all common widths, with and without states, and for some prompts
 
 
 class RotaryTables:
@@ -176,7 +176,7 @@ class LeanDecoder:
                 with torch.inference_mode(False):  # passes in other modes write them as well
                     buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
             program = DecoderProgram(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
-        self._programs[key] = program  # the last one now
+        self._programs[key] = program  # at the end, so that the first one was not used for the longest time
         if len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program

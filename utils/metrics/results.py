@@ -275,7 +275,7 @@ class Comparison:
     """A run compared with its baseline's.
 
     `decode_speedup` excludes the first round. `first_difference` is a 0-based index, and `unit` is what it counts.
-    Unknown figures are None.
+    A figure that cannot be computed is None.
     """
 
     speedup: float | None = None

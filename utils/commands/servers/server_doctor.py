@@ -129,7 +129,7 @@ SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
     "{:.1f} decode steps. Fewer drafts a round, a cheaper drafter or fewer requests at once are the remedies."
 )
-SLOW_CHECKED = "The same test of the speeds calls a server as fast as {} slow with a probability of at most {:.0%}."
+SLOW_CHECKED = "A server that is as fast as {} would be called slow with a probability of at most {:.0%}."
 
 
 def _interval(row: Row) -> str:
