@@ -180,11 +180,12 @@ class CompiledBuilder:
     """Builds one compiled kernel for layers with the same input, in the format of `weights`. float32 weights whose file
     holds them in bfloat16 stay there, because the values are the same.
 
-    models: the target first. A drafter's own layers have the format of drafters; those of no model have no name.
+    models: the target first. A drafter's own layers have the format of drafters. Layers of no model belong to drafters
+    that read hidden states, and have no name.
     """
 
     def __init__(self, weights: EngineWeights, models: Sequence[PreTrainedModel]) -> None:
-        self._weights = weights
+        self._others = weights.for_draft_head()
         self._known = {
             id(part): (name, weights if model is models[0] else weights.for_drafter())
             for model in models
@@ -204,7 +205,7 @@ class CompiledBuilder:
         return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
 
     def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
-        name, weights = self._known.get(id(layer), ("", self._weights))
+        name, weights = self._known.get(id(layer), ("", self._others))
         form = weights.form(name, layer.weight, is_head=id(layer.weight) in self._heads)
         return form if isinstance(form, BlockWeight) else _shortened(form)
 

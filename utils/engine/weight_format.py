@@ -41,6 +41,13 @@ class EngineWeights:
             return self
         return EngineWeights("int8" if self.drafter_blocks is None else "gguf", self.drafter_blocks)
 
+    def for_draft_head(self) -> "EngineWeights":
+        """Return the format of a drafter that reads hidden states: 8 bits, or 4 for int4.
+
+        A draft takes as long as its weights take to be read. Rounding them cannot change the target's text.
+        """
+        return self if self.format in ("int8", "int4") else EngineWeights("int8")
+
     def form(self, name: str, weight: Tensor, *, is_head: bool) -> Tensor | BlockWeight:
         """Return a weight (N, K) as it is computed in this format. It is read if it is in a file, and weights that are
         computed in float32 may be in another format that holds the same values.
