@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 from utils.engine import machine, selftest
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
-from utils.engine.forward_timing import REPEATS, ForwardProbe, LongerContext, times_have_changed, verify_costs
+from utils.engine.forward_timing import (
+    REPEATS,
+    ForwardProbe,
+    LongerContext,
+    more_threads_are_faster,
+    times_have_changed,
+    verify_costs,
+)
 from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
@@ -262,7 +269,7 @@ class Engine:
         try:
             self._engine.remove()
             self._engine = self._built(PLAIN)
-            if stored is None or not self._restored(stored):
+            if stored is None or not self._restored(stored, thread_count):
                 self._use_best(name, thread_count, extent)
                 if not self.defers_costs:
                     self.measure()
@@ -280,9 +287,14 @@ class Engine:
         self.store()
         return self.state
 
-    def _restored(self, stored: StoredResult) -> bool:
-        """Install the engine of a stored result and test a slice again. Returns False if it failed."""
-        if self._install(stored.kind, stored.threads, "later"):
+    def _restored(self, stored: StoredResult, thread_count: int) -> bool:
+        """Install the engine of a stored result and test a slice again. Returns False if it failed, or if the machine
+        was so busy then that too few threads were chosen.
+        """
+        failed = self._install(stored.kind, stored.threads, "later")
+        if failed or (not thread_count and self._has_too_few_threads(stored.threads)):
+            self._engine.remove()
+            self._engine = self._built(PLAIN)
             self._references = []  # of less than a first start compares
             return False
         self.step_seconds, self.costs, self.longer = stored.step_seconds, stored.costs, stored.longer
@@ -290,6 +302,13 @@ class Engine:
         self.has_stored_costs = True
         self._set_state(stored.kind, stored.threads, stored.reason, stored.tested_on)
         return True
+
+    def _has_too_few_threads(self, count: int) -> bool:
+        """Whether a decode step on a CPU is clearly faster with more threads, if nothing requests their number."""
+        more = [number for number in machine.candidate_threads() if number > count]
+        if not more or machine.requested_threads() or self._target.device.type != "cpu":
+            return False
+        return more_threads_are_faster(ForwardProbe(self._target), count, more)
 
     def _use_best(self, name: str, thread_count: int, extent: Extent) -> None:
         """Install the best engine, or the one that was asked for, and test it. Raises UserError if none is left."""

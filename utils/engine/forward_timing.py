@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf
 from statistics import median_low
 
+import torch
 from transformers import PreTrainedModel
 
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
@@ -179,6 +180,19 @@ def times_have_changed(
     # The shortest of a few, because a single interruption is no reason to measure again.
     changes = [min(now[width]) / known[width] for width in widths if known[width]]
     return any(not 1 / STALE <= change <= STALE for change in changes)
+
+
+def more_threads_are_faster(
+    probe: ForwardProbe, count: int, others: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> bool:
+    """Return whether a decode step is clearly faster with one of these numbers of threads than with `count`, which is
+    in use afterwards.
+    """
+    fastest: dict[int, float] = {}
+    for number in (*others, count):
+        torch.set_num_threads(number)
+        fastest[number] = min(width_seconds(probe, [1], clock, repeats=CHECK_REPEATS)[1])
+    return any(fastest[number] * STALE < fastest[count] for number in others)
 
 
 def sample_ids(count: int, vocabulary: int) -> list[int]:

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from fake_engines import events, row, started
-from fixed_speeds import only_engines, prefer
+from fixed_speeds import FixedSpeeds, only_engines, prefer
 from stored_starts import edit, only_entry, start
 from tiny import tiny_mamba
 
-from utils.engine import Engine, engine, selftest
+from utils.engine import Engine, engine, forward_timing, machine, selftest
 from utils.engine.engine_choice import Workload
 from utils.engine.module_swap import EngineLinear
 from utils.engine.stored_results import MAX_ENTRIES, EntryFile, ResultFile
@@ -43,6 +44,27 @@ def test_the_second_start_rechecks_a_slice_and_uses_the_stored_costs(
     assert (second.step_seconds, second.costs) == (first.step_seconds, first.costs)
     assert (second.state.threads, second.state.weights) == (first.state.threads, first.state.weights)
     assert second.draft_seconds == {"head": 0.25}
+
+
+@pytest.mark.parametrize(("two_threads", "too_few"), [(0.7, True), (0.8, False)])
+def test_a_number_of_threads_that_a_busy_machine_had_chosen_is_chosen_anew(
+    two_threads: float, too_few: bool, file: ResultFile, tests: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds of a step with two threads, where one needs a second. A requested number stays."""
+    monkeypatch.setattr(machine, "candidate_threads", lambda: [1, 2])
+    monkeypatch.setattr(machine, "requested_threads", lambda: 0)
+    first = start(file, threads=0)
+    edit(file, {"threads": 1})
+    speeds = FixedSpeeds(lambda name, threads, width: two_threads if threads == 2 else 1.0)
+    fewer = partial(forward_timing.more_threads_are_faster, clock=lambda: speeds.now)
+    monkeypatch.setattr(engine, "more_threads_are_faster", lambda _, *counts: fewer(speeds.probe("invariant"), *counts))
+    second = start(file, threads=0)
+    assert first.state.verified and tests.call_count == 1 + too_few
+    assert bool(second.state.tested_on) is not too_few and (too_few or second.state.threads == 1)
+    calls = len(speeds.calls)
+    for _ in range(2):
+        assert start(file, threads=1).state.verified
+    assert len(speeds.calls) == calls > 0
 
 
 def test_the_whole_test_can_be_asked_for(file: ResultFile, tests: mock.Mock) -> None:
