@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from samplers import PROCESSORS
-from torch import Tensor
+from torch import Tensor, nn
 from toys import decoding
 
 from sampling import RULES, HeadDrafter, autoregressive_steps, speculative_steps
@@ -16,12 +16,21 @@ from sampling.drafters.feature_sessions import feature_session
 from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, read_checkpoint
 from utils.drafter_formats.formats import format_of
+from utils.engine.weight_blocks import round_int8
 from utils.metrics.results import tokens_of
 from utils.models.sources import locate
 
 TOKENS = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1]
 DRAFTS = [50, 9, 33, 2, 61, 8]
 ROUNDS = (3, 4, 7)  # features of so many positions have arrived
+
+
+@torch.no_grad()
+def round_weights(drafter: nn.Module) -> None:
+    """Round linear weights to 8 bits, as the engine does. Rounded weights stay the same."""
+    for layer in drafter.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.copy_(round_int8(layer.weight).dense())
 
 
 def read(folder: Path) -> DrafterCheckpoint:

@@ -82,7 +82,6 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
         """The number of pages; their numbers have no gaps."""
@@ -90,6 +89,7 @@ class Corpus:
 
     def add(self, page: TextPage) -> None:
         """Write a page after the last one."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(len(self))) as file:
             file.write(save(page.tensors))
 

@@ -35,11 +35,14 @@ from sampling.distill.students import (
     token_counts,
 )
 from sampling.distill.trainer import Trainer
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.features import layer_count
+from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
+from utils.drafter_formats.eagle3_file import new_eagle3, usual_layers
 from utils.errors import UserError
+from utils.models.memory import free_bytes
 from utils.prompts.conversation import end_ids
 from utils.prompts.prompt_files import read_prompts
-from utils.text import count_of
+from utils.text import byte_size, count_of
 
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
@@ -48,6 +51,10 @@ HELD_OUT_SHARE = 4  # held-out pages are smaller than those of training text by 
 GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
+SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
+# Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
+# drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
+OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
 
 
 class Distillation:
@@ -55,7 +62,7 @@ class Distillation:
 
     def __init__(self, options: Options, report: Report) -> None:
         plan = options.plan
-        questions = _questions(Path(plan.prompts)) if plan.prompts else []
+        questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
         self._target = load_target(plan.target, plan.device, report)
         self._options, self._report = options, report
         model, tokenizer = self._target.model, self._target.tokenizer
@@ -68,12 +75,14 @@ class Distillation:
         layers = planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
         self._generator = PageGenerator(model, script, layers, length=self._plan.length)
         self._pages = -(-plan.tokens // plan.page)  # of training text
+        self._token_bytes = 2 * len(layers) * self._target.lm_head.shape[1]  # of a token's hidden states
         self._held_out_size = max(self._plan.length, plan.page // HELD_OUT_SHARE)
         self._held_out_pages = 1 if questions else len(SHARES)  # one for each length of conversations
 
     def run(self) -> None:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
         options, work, target = self._options, self._options.work, self._target
+        self._check_budget()
         save_plan(options)
         self._report(self._plan_text())
         progress = TrainingProgress.load(work)
@@ -99,6 +108,43 @@ class Distillation:
             finished = work.replace(work.with_name("work.done"))  # a work folder that exists is always complete
             shutil.rmtree(finished, ignore_errors=True)
 
+    def _check_budget(self) -> None:
+        """Raise UserError if memory or disk do not suffice, with what would."""
+        page, free = self._plan.page, free_bytes(str(self._target.model.device))
+        if max(self._page_bytes(page), self._training_bytes()) > free:
+            most = int(page * free / self._page_bytes(page)) // self._plan.batch * self._plan.batch
+            suffices = most and self._training_bytes() <= free
+            fits = f"--page {most}" if suffices else "a smaller --batch and --length"
+            raise UserError(f"{self._need_text()} of memory, and {byte_size(free)} are free: choose {fits}.")
+        out = self._options.out.absolute()
+        disk = shutil.disk_usage(next(folder for folder in (out, *out.parents) if folder.exists())).free
+        left = self._pages - len(Corpus(self._options.work / "pages"))
+        if (needed := left * page * self._token_bytes) > disk:
+            raise UserError(
+                f"The text needs {byte_size(needed)} on disk, and {byte_size(disk)} are free: choose fewer --tokens, "
+                "or a different disk for --out."
+            )
+
+    def _page_bytes(self, tokens: int) -> int:
+        """The memory of a page while it is generated: keys and values, hidden states (twice), and logits."""
+        model = self._target.model
+        keys: float = cache_bytes(model, 1) * model.dtype.itemsize / 4
+        rows = tokens / max(self._plan.length // max(SHARES), MIN_FREE_TOKENS)
+        return int(tokens * (SPARE_KEYS * keys + 2 * self._token_bytes) + rows * 3 * 4 * vocabulary_size(model))
+
+    def _training_bytes(self) -> int:
+        """The memory of a training step: weights, states, and scores of attention."""
+        plan, hidden = self._plan, self._target.lm_head.shape[1]
+        with torch.device("meta"):
+            student = new_eagle3(self._target.model, usual_layers(layer_count(self._target.model)))
+        weights = sum(weight.numel() for weight in student.parameters())
+        scores = OF_SCORES * student.config.num_attention_heads * plan.length
+        return 4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores))
+
+    def _need_text(self) -> str:
+        needed = max(self._page_bytes(self._plan.page), self._training_bytes())
+        return f"Besides the target, this needs {byte_size(needed)}"
+
     def _plan_text(self) -> str:
         """What will be generated, and in which number format."""
         plan, model = self._plan, self._target.model
@@ -106,7 +152,8 @@ class Distillation:
         return (
             f"generating {self._pages:,} pages of {plan.page:,} tokens, and {held_out}, in conversations of up to "
             f"{plan.length:,} tokens. Then {plan.passes} passes of training. All in "
-            f"{str(model.dtype).removeprefix('torch.')} on {model.device}."
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device}. {self._need_text()} of memory and "
+            f"{byte_size(self._pages * plan.page * self._token_bytes)} of disk."
         )
 
     def _add_page(self, corpus: Corpus, first_seed: int, size: int, reporter: ProgressReporter) -> None:
@@ -199,13 +246,6 @@ class Distillation:
             "",
             "Settings: `" + json.dumps(public_settings(plan)) + "`\n",
         ]
-
-
-def _questions(file: Path) -> list[str]:
-    questions = [prompt.text for prompt in read_prompts(file)]
-    if not questions:
-        raise UserError(f"The prompts file {file} contains no prompt: write one per line.")
-    return questions
 
 
 def _acceptance_table(counts: dict[int, Tensor]) -> list[str]:

@@ -1,8 +1,10 @@
 """`python -m sampling.distill` on a tiny target: what it writes, interruption and resumption, and refusals."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 
+from sampling.distill import pipeline
 from sampling.distill.__main__ import main
 from sampling.distill.pages import Corpus
 from sampling.distill.trainer import Trainer
@@ -258,3 +261,25 @@ def test_a_flag_that_is_no_number_is_named_with_what_is_allowed(tmp_path, capsys
 def test_hours_limit_the_training(target, tmp_path):
     assert run(target, tmp_path, "--keep", "--hours", "0.0002", "--passes", "5000") == 0
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["training"] < 10
+
+
+def test_what_exceeds_memory_is_refused_with_a_page_that_fits(target, tmp_path, capsys, monkeypatch):
+    flags = ["--page", "57600", "--tokens", "288"]
+    monkeypatch.setattr(pipeline, "free_bytes", lambda device: 20_000_000)
+    assert run(target, tmp_path / "out", *flags) == 1
+    (page,) = re.findall(r"choose --page (\d+)\.", message_of(capsys))
+    assert 288 <= int(page) < 57600 and not (tmp_path / "out" / "work").exists()
+    monkeypatch.setattr(pipeline.Distillation, "_generate", mock.Mock(side_effect=KeyboardInterrupt))
+    assert run(target, tmp_path / "out", *flags, "--page", page) == 130
+    monkeypatch.setattr(pipeline, "free_bytes", lambda device: 1_000_000)
+    assert run(target, tmp_path / "other", "--page", page) == 1
+    assert "a smaller --batch" in message_of(capsys)
+
+
+def test_what_exceeds_the_disk_is_refused(target, finished, tmp_path, capsys, monkeypatch):
+    """Pages that exist are not counted again."""
+    needed = 2 * 576 * 2 * 3 * tiny_llama().config.hidden_size  # two pages, two bytes, three hidden states
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: mock.Mock(free=needed - 1))
+    assert run(target, tmp_path / "out") == 1 and "on disk" in message_of(capsys)
+    shutil.copytree(finished / "work", tmp_path / "out" / "work")
+    assert main(["--out", str(tmp_path / "out"), "--resume"]) == 0

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from drafter_runs import round_weights
 from fakes import tiny_pair
 from samplers import PROCESSORS
 from tiny import hidden_features, tiny_head, tiny_llama, tiny_sliding
@@ -195,6 +196,7 @@ def test_all_drafts_of_a_perfect_head_are_accepted():
 def test_an_engine_computes_the_head_and_restores_it():
     target = tiny_llama(vocab_size=SIZE)
     model = tiny_head(target)
+    round_weights(model)
     before = {name: part.clone() for name, part in model.state_dict().items()}
     plan = decoding(30, processor=PROCESSORS[1], seed=4)
     before_engine = texts(target, model, "coupled", plan)

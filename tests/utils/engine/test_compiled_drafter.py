@@ -16,16 +16,14 @@ from drafter_checkpoints import (
     speculators_config,
     write_checkpoint,
 )
-from drafter_runs import TOKENS, draft_rounds, hidden_states, loaded
+from drafter_runs import TOKENS, draft_rounds, hidden_states, loaded, round_weights
 from tiny import tiny_llama
-from torch import nn
 
 from sampling.drafters.feature_sessions import HeadSession
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.drafter_formats.eagle3 import Eagle3
 from utils.engine import Engine
 from utils.engine.compiled_drafter import CompiledDrafter
-from utils.engine.weight_blocks import round_int8
 
 READ = (2, 3, 4)
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1}
@@ -62,13 +60,10 @@ def drafter_of(folder: Path, target: Any, name: str) -> Eagle3:
 def test_drafts_are_those_of_the_modules(tmp_path: Path, name: str) -> None:
     target = tiny_llama(num_hidden_layers=6)
     drafter, features = drafter_of(tmp_path, target, name), hidden_states(target, READ)
-    weights = [layer.weight for layer in drafter.modules() if isinstance(layer, nn.Linear)]
-    loaded_weights = [weight.clone() for weight in weights]
-    for weight in weights:  # the engine computes with 8 bits
-        weight.copy_(round_int8(weight).dense())
+    before = {name: part.clone() for name, part in drafter.state_dict().items()}
+    round_weights(drafter)
     plain = torch.cat([logits for _, _, logits in draft_rounds(drafter, features, 4)])
-    for weight, before in zip(weights, loaded_weights, strict=True):
-        weight.copy_(before)
+    drafter.load_state_dict(before)
     engine = Engine([target], helpers=[drafter])
     engine.use("invariant", 1)
     assert isinstance(drafter.compiled, CompiledDrafter) and drafter.compiled.agrees()
