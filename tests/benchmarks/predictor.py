@@ -1,0 +1,244 @@
+"""How far `/whatif on=` was off on published figures (published.csv) of models that its constants were not fitted to.
+
+`python tests/benchmarks/predictor.py` prints the table of the README, and the constants and errors for
+utils/commands/experiments/other_hardware.py. A test recomputes both.
+"""
+
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent.parent)]
+
+from utils.commands.experiments.other_hardware import (
+    DEVICES,
+    FITTED,
+    WEIGHTS,
+    Constants,
+    Error,
+    Shape,
+    Workload,
+    calibrated,
+)
+
+ROUNDS_OF_FIT, SMALL = 30, 0.01  # of least squares with new weights, which end at least absolute errors
+UNNAMED = "angelslim"  # five sizes on one GPU without a name: they show the fixed time of a pass
+QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
+
+
+def of(hidden: int, layers: int, heads: int, inner: int, **others: int | bool) -> Shape:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return Shape.of_config(dict(zip(names, (hidden, layers, heads, inner), strict=True)) | others)
+
+
+MODELS = {
+    "Llama-3.1-8B": of(4096, 32, 32, 14336, **LLAMA),
+    "Llama-3.1-70B": of(8192, 80, 64, 28672, **LLAMA),
+    "Qwen3-1.7B": of(2048, 28, 16, 6144, tie_word_embeddings=True, **QWEN),
+    "Qwen3-4B": of(2560, 36, 32, 9728, tie_word_embeddings=True, **QWEN),
+    "Qwen3-8B": of(4096, 36, 32, 12288, **QWEN),
+    "Qwen3-14B": of(5120, 40, 40, 17408, **QWEN),
+    "Qwen3-32B": of(5120, 64, 64, 25600, **QWEN),
+    "MiniCPM3-4B": Shape(4.07e9, 4.07e9),
+    "Qwen3-30B-A3B": of(
+        *(2048, 48, 32, 6144),
+        **QWEN | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "Qwen3-235B-A22B": of(
+        *(4096, 94, 64, 12288),
+        **QWEN | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+    ),
+    "Ling-flash-2.0": of(
+        *(4096, 32, 32, 9216),
+        vocab_size=157184, head_dim=128, num_key_value_heads=4, num_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=1024, num_shared_experts=1, first_k_dense_replace=1,
+    ),
+    "Llama-4-Scout": Shape(11e9, 109e9, 16, 1, 6.04e9),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A published speed: of the target alone (k = 0), or with k drafts and this acceptance length."""
+
+    source: str
+    device: str
+    model: str
+    drafter: str
+    size: float
+    text: str
+    weights: str
+    batch: int
+    context: int
+    k: int
+    length: float
+    speed: float
+    plain: float
+
+    @property
+    def kind(self) -> str:
+        return "experts" if MODELS[self.model].experts else "dense"
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Cells of one series have the same errors in common, so every series counts as much as another."""
+        return (self.source, self.device, self.model if self.k else "", self.drafter)
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """Cells that are held out together: the target alone on a device by a source, or all drafting for a model."""
+        return (self.model,) if self.k else (self.source, self.device)
+
+    @property
+    def ratio(self) -> float:
+        """A round over a decode step."""
+        return self.length * self.plain / self.speed
+
+    def workload(self, constants: Constants) -> Workload:
+        return Workload(MODELS[self.model], self.size, self.batch, self.context, self.weights, constants)
+
+    def prior(self, constants: Constants, *, measured: bool):
+        """r(k) without a point, from the measured or from the predicted decode step."""
+        load = self.workload(constants)
+        step = self.batch / self.plain if measured else load.step(DEVICES[self.device])
+        return lambda drafts: load.ratio(step, drafts)
+
+
+def read_cells(path: Path = HERE / "published.csv") -> list[Cell]:
+    with path.open(encoding="utf-8") as file:
+        return [
+            Cell(
+                *(row[name] for name in ("source", "device", "model", "drafter")),
+                float(row["drafter_billions"] or 0) * 1e9,
+                *(row[name] for name in ("text", "weights")),
+                *(int(row[name]) for name in ("batch", "context", "k")),
+                *(float(row[name] or 0) for name in ("length", "tokens_per_second", "plain")),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def sound(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """The cells to use, and those left out: a round cannot be shorter than a decode step, so if one is, the speeds of
+    the target alone in this source are not sound for that model, and none of its cells is used.
+    """
+    impossible = {(cell.source, cell.model) for cell in cells if cell.k and cell.ratio < 1}
+    return (
+        [cell for cell in cells if (cell.source, cell.model) not in impossible],
+        [cell for cell in cells if (cell.source, cell.model) in impossible],
+    )
+
+
+def weighted(pairs: Sequence[tuple[object, float]], share: float) -> float:
+    """The quantile of the values, in which every series has the same weight."""
+    counts: dict[object, int] = defaultdict(int)
+    for series, _ in pairs:
+        counts[series] += 1
+    ordered = sorted((value, 1 / counts[series] / len(counts)) for series, value in pairs)
+    reached = np.cumsum([weight for _, weight in ordered])
+    return float(ordered[min(int(np.searchsorted(reached, share - 1e-9)), len(ordered) - 1)][0])
+
+
+def fit(cells: Sequence[Cell]) -> Constants:
+    """The constants from these cells: the fixed time from the sizes on one GPU, then each from the cells that show it."""
+    unnamed = [cell for cell in cells if cell.source == UNNAMED]
+    sizes = [[1.0, cell.workload(FITTED).bytes_read()] for cell in unnamed]
+    fixed = float(np.linalg.lstsq(np.array(sizes), np.array([1 / cell.speed for cell in unnamed]), rcond=None)[0][0])
+    fitted = replace(FITTED, fixed=fixed)
+    alone = [cell for cell in cells if not cell.k and cell.device and cell.kind == "dense"]
+    shares = [
+        (cell.series, cell.workload(fitted).bytes_read() / DEVICES[cell.device].bandwidth / (cell.batch / cell.speed - fixed))
+        for cell in alone
+    ]
+    fitted = replace(fitted, share=weighted(shares, 0.5))
+    return min((_rounds(cells, replace(fitted, alike=alike / 100)) for alike in range(5, 105, 5)), key=lambda pair: pair[0])[1]
+
+
+def _rounds(cells: Sequence[Cell], fitted: Constants) -> tuple[float, Constants]:
+    """The times of a round and of a draft by least absolute relative errors, and the sum of these errors."""
+    drafting = [cell for cell in cells if cell.k]
+    counts: dict[object, int] = defaultdict(int)
+    for cell in drafting:
+        counts[cell.series] += 1
+    bare = replace(fitted, per_round=0.0, per_draft=0.0)
+    rows, rest, base = [], [], []
+    for cell in drafting:
+        seconds = cell.batch / cell.plain * cell.ratio
+        rows.append([1 / seconds, cell.k / seconds])
+        rest.append(1 - cell.prior(bare, measured=True)(cell.k) / cell.ratio)
+        base.append(1 / counts[cell.series])
+    matrix, values, weights = np.array(rows), np.array(rest), np.array(base)
+    times, scale = np.zeros(2), np.ones(len(rows))
+    for _ in range(ROUNDS_OF_FIT):
+        root = np.sqrt(weights * scale)
+        times = np.maximum(np.linalg.lstsq(matrix * root[:, None], values * root, rcond=None)[0], 0.0)
+        scale = 1 / np.maximum(np.abs(matrix @ times - values), SMALL)
+    left = float(np.abs(matrix @ times - values) @ weights)
+    return left, replace(fitted, per_round=float(times[0]), per_draft=float(times[1]))
+
+
+def off(predicted: float, measured: float) -> float:
+    """The error as a part: 0.25 for a prediction that is 1.25 times the measured value, or the reverse."""
+    return max(predicted / measured, measured / predicted) - 1
+
+
+Scored = tuple[str, str, tuple[str, ...], float]  # kind, what is given, series, error
+
+
+def scored(cells: Sequence[Cell]) -> Iterator[Scored]:
+    """The errors of every model with constants that were fitted to the other models."""
+    named = [cell for cell in cells if cell.source != UNNAMED]
+    for group in dict.fromkeys(cell.held_out for cell in named):
+        constants = fit([cell for cell in cells if cell.held_out != group or cell.source == UNNAMED])
+        ours = [cell for cell in named if cell.held_out == group]
+        for cell in ours:
+            if not cell.k:
+                speed = cell.batch / cell.workload(constants).step(DEVICES[cell.device])
+                yield cell.kind, "speed", cell.series, off(speed, cell.speed)
+                continue
+            if cell.device:
+                yield cell.kind, "0", cell.series, off(cell.prior(constants, measured=False)(cell.k), cell.ratio)
+            yield cell.kind, "plain", cell.series, off(cell.prior(constants, measured=True)(cell.k), cell.ratio)
+        yield from _with_points([cell for cell in ours if cell.k], constants)
+
+
+def _with_points(cells: Sequence[Cell], constants: Constants) -> Iterator[Scored]:
+    """Every cell of a series by every point, or pair of points of one text, that does not contain it."""
+    series: dict[object, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        series[cell.series].append(cell)
+    for group in series.values():
+        pairs = [(one, two) for one, two in combinations(group, 2) if one.text == two.text and one.k != two.k]
+        for points in [*((one,) for one in group), *pairs]:
+            for cell in group:
+                if cell not in points and cell.batch == points[0].batch:
+                    ratio = calibrated(cell.prior(constants, measured=True), {one.k: one.ratio for one in points})
+                    yield cell.kind, str(len(points)), cell.series, off(ratio(cell.k), cell.ratio)
+
+
+def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], Error]:
+    classes: dict[tuple[str, str], list[tuple[object, float]]] = defaultdict(list)
+    for kind, given, series, error in scored(cells):
+        classes[kind, given].append((series, error))
+    return {
+        name: Error(
+            *(round(weighted(pairs, share), 3) for share in (0.5, 0.9)), len(pairs), len({series for series, _ in pairs})
+        )
+        for name, pairs in classes.items()
+    }
+
+
+if __name__ == "__main__":
+    used, left_out = sound(read_cells())
+    print(len(used), "cells used,", len(left_out), "left out:", {cell.model for cell in left_out}, "\n")
+    print(fit(used), "\n")
+    for name, error in sorted(errors(used).items()):
+        print(f"    {name}: {error},")
