@@ -18,9 +18,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent.parent)]
 
 from utils.commands.experiments.other_hardware import (
+    ALONE,
     DEVICES,
     FITTED,
-    WEIGHTS,
     Constants,
     Error,
     Shape,
@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        return "experts" if MODELS[self.model].experts else "dense"
+        return MODELS[self.model].kind
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -96,6 +96,11 @@ class Cell:
     def held_out(self) -> tuple[str, ...]:
         """Cells that are held out together: the target alone on a device by a source, or all drafting for a model."""
         return (self.model,) if self.k else (self.source, self.device)
+
+    @property
+    def circumstances(self) -> tuple[int, int]:
+        """A measured point holds for its batch and context."""
+        return self.batch, self.context
 
     @property
     def ratio(self) -> float:
@@ -148,18 +153,20 @@ def weighted(pairs: Sequence[tuple[object, float]], share: float) -> float:
 
 
 def fit(cells: Sequence[Cell]) -> Constants:
-    """The constants from these cells: the fixed time from the sizes on one GPU, then each from the cells that show it."""
-    unnamed = [cell for cell in cells if cell.source == UNNAMED]
+    """The constants from these cells: the fixed time from the sizes on one GPU, the others from the cells beside."""
+    unnamed = [cell for cell in cells if cell.source == UNNAMED and not cell.k]
     sizes = [[1.0, cell.workload(FITTED).bytes_read()] for cell in unnamed]
     fixed = float(np.linalg.lstsq(np.array(sizes), np.array([1 / cell.speed for cell in unnamed]), rcond=None)[0][0])
     fitted = replace(FITTED, fixed=fixed)
     alone = [cell for cell in cells if not cell.k and cell.device and cell.kind == "dense"]
     shares = [
-        (cell.series, cell.workload(fitted).bytes_read() / DEVICES[cell.device].bandwidth / (cell.batch / cell.speed - fixed))
+        (cell.series, cell.workload(fitted).bytes_read() / bandwidth / (cell.batch / cell.speed - fixed))
         for cell in alone
+        for bandwidth in [DEVICES[cell.device].bandwidth]
     ]
     fitted = replace(fitted, share=weighted(shares, 0.5))
-    return min((_rounds(cells, replace(fitted, alike=alike / 100)) for alike in range(5, 105, 5)), key=lambda pair: pair[0])[1]
+    tried = (_rounds(cells, replace(fitted, alike=alike / 100)) for alike in range(5, 105, 5))
+    return min(tried, key=lambda pair: pair[0])[1]
 
 
 def _rounds(cells: Sequence[Cell], fitted: Constants) -> tuple[float, Constants]:
@@ -190,23 +197,23 @@ def off(predicted: float, measured: float) -> float:
     return max(predicted / measured, measured / predicted) - 1
 
 
-Scored = tuple[str, str, tuple[str, ...], float]  # kind, what is given, series, error
+Scored = tuple[str, int, tuple[str, ...], float]  # kind, number of measured speeds, series, error
 
 
 def scored(cells: Sequence[Cell]) -> Iterator[Scored]:
     """The errors of every model with constants that were fitted to the other models."""
-    named = [cell for cell in cells if cell.source != UNNAMED]
+    named = [cell for cell in cells if cell.k or cell.device]
     for group in dict.fromkeys(cell.held_out for cell in named):
-        constants = fit([cell for cell in cells if cell.held_out != group or cell.source == UNNAMED])
+        constants = fit([cell for cell in cells if cell.held_out != group])
         ours = [cell for cell in named if cell.held_out == group]
         for cell in ours:
             if not cell.k:
                 speed = cell.batch / cell.workload(constants).step(DEVICES[cell.device])
-                yield cell.kind, "speed", cell.series, off(speed, cell.speed)
+                yield cell.kind, ALONE, cell.series, off(speed, cell.speed)
                 continue
             if cell.device:
-                yield cell.kind, "0", cell.series, off(cell.prior(constants, measured=False)(cell.k), cell.ratio)
-            yield cell.kind, "plain", cell.series, off(cell.prior(constants, measured=True)(cell.k), cell.ratio)
+                yield cell.kind, 0, cell.series, off(cell.prior(constants, measured=False)(cell.k), cell.ratio)
+            yield cell.kind, 1, cell.series, off(cell.prior(constants, measured=True)(cell.k), cell.ratio)
         yield from _with_points([cell for cell in ours if cell.k], constants)
 
 
@@ -219,26 +226,40 @@ def _with_points(cells: Sequence[Cell], constants: Constants) -> Iterator[Scored
         pairs = [(one, two) for one, two in combinations(group, 2) if one.text == two.text and one.k != two.k]
         for points in [*((one,) for one in group), *pairs]:
             for cell in group:
-                if cell not in points and cell.batch == points[0].batch:
+                if cell not in points and cell.circumstances == points[0].circumstances:
                     ratio = calibrated(cell.prior(constants, measured=True), {one.k: one.ratio for one in points})
-                    yield cell.kind, str(len(points)), cell.series, off(ratio(cell.k), cell.ratio)
+                    yield cell.kind, 1 + len(points), cell.series, off(ratio(cell.k), cell.ratio)
 
 
-def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], Error]:
-    classes: dict[tuple[str, str], list[tuple[object, float]]] = defaultdict(list)
+def errors(cells: Sequence[Cell]) -> dict[tuple[str, int], Error]:
+    classes: dict[tuple[str, int], list[tuple[object, float]]] = defaultdict(list)
     for kind, given, series, error in scored(cells):
         classes[kind, given].append((series, error))
     return {
         name: Error(
-            *(round(weighted(pairs, share), 3) for share in (0.5, 0.9)), len(pairs), len({series for series, _ in pairs})
+            *(round(weighted(pairs, share), 3) for share in (0.5, 0.9)),
+            len(pairs),
+            len({series for series, _ in pairs}),
         )
         for name, pairs in classes.items()
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     used, left_out = sound(read_cells())
-    print(len(used), "cells used,", len(left_out), "left out:", {cell.model for cell in left_out}, "\n")
-    print(fit(used), "\n")
-    for name, error in sorted(errors(used).items()):
-        print(f"    {name}: {error},")
+    found = errors(used)
+    lines = [f"{len(used)} cells used, {len(left_out)} left out: {', '.join({cell.model for cell in left_out})}"]
+    lines += [str(fit(used)), *(f"    {name}: {error}," for name, error in sorted(found.items()))]
+    lines += [
+        "",
+        "| target | measured speeds | median | 90th percentile | predictions | series |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, speeds), error in sorted(found.items()):
+        known = "target-only itself" if speeds == ALONE else str(speeds)
+        lines.append(f"| {kind} | {known} | {error.median:.1%} | {error.high:.1%} | {error.cells} | {error.series} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

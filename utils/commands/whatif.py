@@ -1,19 +1,34 @@
 """/why and /whatif: how the last prompt spent its time and what limits its speed-up, and every draft length predicted.
 
 /why has the times of the prompt's own runs. For /whatif, rounds and acceptance come from the decoding loop itself, run
-over what the drafters propose along the finished text (sampling.counterfactual), and times from the measured costs.
+over what the drafters propose along the finished text (sampling.counterfactual), and times from the measured costs,
+or with on=DEVICE from a model of other hardware.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from utils.commands.experiments.other_hardware import (
+    ALONE,
+    DEVICES,
+    ERRORS,
+    MOST_DRAFTS,
+    MOST_ERROR,
+    PARTS,
+    USAGE,
+    Elsewhere,
+    Shape,
+    Workload,
+)
 from utils.commands.experiments.speed_model import (
+    GammaRounds,
     TargetTiming,
     bottleneck,
     draft_figures,
     gamma_text,
     predictions,
+    replay_events,
     target_run,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
@@ -32,6 +47,8 @@ from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation
+from utils.models.feature_drafter import StepwiseDrafter
+from utils.pairs.request import LOADED
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
@@ -53,18 +70,26 @@ TABLE = ResultTable(
 
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
+    if argument:
+        return _elsewhere(Elsewhere.parse(argument), context)
+    harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
+    drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
+    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
+    return [TABLE.report("whatif", last.text, job.settings, events, conclude=conclude)]
+
+
+def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastPrompt, Generation, Job]:
+    """The last prompt, its target's run and the job to replay. Raises UserError if there is nothing to replay."""
     last, harness = context.harness.last(), context.harness
     run = target_run(last)
     TargetTiming.of(run)  # raises UserError before anything is replayed
     # The text was generated with the old settings; the drafters along it may be chosen anew.
-    settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
+    settings = replace(last.job.settings, drafter_kind=kinds, costs=context.settings.costs)
     job = harness.job(last.job.prompt, settings, last.job.history)
     if not settings.reset_in_between:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
-    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
-    return [TABLE.report("whatif", last.text, settings, events, conclude=conclude)]
+    return last, run, job
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
@@ -126,15 +151,99 @@ def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
     )
 
 
+THERE = ResultTable(
+    figure("gamma", "gamma"),
+    figure("predicted speed-up", "speedup", "{:.2f}x"),
+    ResultColumn("interval", lambda row: "{:.2f}x to {:.2f}x".format(*row["interval"])),
+    figure("predicted tokens/s", "tokens_per_second", "{:,.1f}", drop=1),
+)
+HEADS = "published figures are of heads that draft token by token: load one, such as EAGLE, or give plain= and two of"
+
+
+def _elsewhere(there: Elsewhere, context: CommandContext) -> Outcome:
+    last, run, job = _replayed(context, (LOADED,))
+    target, drafter = job.pair.target, job.pair.drafter
+    if drafter is None:
+        raise UserError("a drafter is needed: load one with /load.")
+    if not isinstance(drafter, StepwiseDrafter) and len(there.points) < 2:
+        raise UserError(f"{HEADS} k1= to k{MOST_DRAFTS}=.")
+    shape = Shape.named(there.target) if there.target else Shape.of_config(target.config.to_dict())
+    there.error(shape.kind)  # raises UserError before anything is replayed
+    ours, theirs = (sum(weights.numel() for weights in model.parameters()) for model in (target, drafter))
+    load = Workload(shape, there.drafter or shape.stored * theirs / ours, there.batch, there.context, there.weights)
+    there.check(load)
+    strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
+    events = _predicted(there, load, replay_events(job, [strategy], run.tokens, "replaying"))
+    return [THERE.report("whatif on", last.text, job.settings, events, conclude=partial(_there, there, load))]
+
+
+def _predicted(there: Elsewhere, load: Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
+    lengths: dict[int, float] = {}
+    for event in replayed:
+        if isinstance(event, Progress):
+            yield event
+        elif event.gamma is not None and 1 <= event.gamma <= MOST_DRAFTS:
+            lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
+    ratio, error = there.ratio(load, lengths), there.error(load.shape.kind)
+    for gamma, length in lengths.items():
+        speedup = length / ratio(gamma)
+        yield THERE.finding(
+            {
+                "gamma": gamma,
+                "tokens_per_round": length,
+                "speedup": speedup,
+                "interval": error.interval(speedup),
+                "tokens_per_second": there.plain and there.plain * speedup,
+                "device": there.device,
+                "error": error._asdict(),
+            }
+        )
+
+
+def _there(there: Elsewhere, load: Workload, findings: Sequence[Finding]) -> list[str]:
+    """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
+    best = max(figures_of(findings), key=lambda row: float(row["speedup"]))
+    low, high = best["interval"]
+    says = f"best with gamma {best['gamma']}, predicted {best['speedup']:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
+    says = says if best["speedup"] >= MIN_GAIN else "no gamma is predicted to be faster than target-only"
+    error, lengths = there.error(load.shape.kind), [f"{row['tokens_per_round']:.2f}" for row in figures_of(findings)]
+    return [
+        f"{there.device}: {says}.",
+        f"Error for {load.shape.kind} targets with {count_of(there.speeds, 'measured speed')}, on published figures: "
+        f"median {error.median:.0%}, 90th percentile {error.high:.0%}, which is the interval "
+        f"({count_of(error.cells, 'prediction')} of {error.series} series).",
+        _alone(there, load),
+        f"Replayed, exact for this text: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
+        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters and a drafter of {load.drafter / 1e9:.2g}, "
+        f"in {there.weights}; batch {there.batch}; context {there.context}; "
+        f"{DEVICES[there.device].bandwidth / 1e12:g} TB/s.",
+    ]
+
+
+def _alone(there: Elsewhere, load: Workload) -> str:
+    """The measured speeds as they were given, or the predicted one of the target alone."""
+    if there.plain is not None:
+        points = (f", k{k} {speed:g}" for k, (speed, _) in there.points.items())
+        return f"Measured, as given: plain {there.plain:g}{''.join(points)} tokens/s."
+    error = ERRORS[load.shape.kind, ALONE]
+    if error.median > MOST_ERROR:
+        return f"The speed of the target alone is not predicted: {error.reason}."
+    speed = there.batch / load.step(DEVICES[there.device])
+    low, high = error.interval(speed)
+    return f"Target-only: predicted {speed:,.0f} tokens/s ({low:,.0f} to {high:,.0f}); median error {error.median:.0%}."
+
+
 WHATIF = Command(
     "whatif",
-    "",
+    "[on=DEVICE ...]",
     "the predicted speed of every gamma",
     _whatif,
     group="does it help?",
     rank=4,
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-    "decoding again.",
+    "decoding again. With on=DEVICE, the speed-up on other hardware, with the error of such predictions.",
+    syntax=("/whatif", f"/whatif {USAGE}"),
+    words={f"{name}=": "" for name in PARTS} | {f"on={name}": "" for name in DEVICES},
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
 )
 

@@ -1,20 +1,27 @@
 """The time of rounds on hardware that is not here: a model with five constants, and how far it was off.
 
-A forward pass takes a fixed time plus the bytes that it reads over the memory's bandwidth; a round adds its drafts and
-a fixed time. Measured speeds replace what they measure. The errors are those on published figures that the constants
-were not fitted to (tests/benchmarks/predictor.py). Acceptance does not depend on hardware and comes from a replay.
+A forward pass takes a fixed time, and the bytes that it reads over the memory's bandwidth. A round takes a further
+fixed time, and that of its drafts. Measured speeds replace what they measure. The errors are those on published
+figures that the constants were not fitted to (tests/benchmarks/predictor.py).
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
-from utils.errors import UserError
+from utils.bounds import RealRange, WholeRange
+from utils.errors import UserError, check_choice
+from utils.files import read_text
+from utils.models.sources import cached_folder, parse_path
+from utils.text import byte_size, count_of, split_words
 
 
 class Device(NamedTuple):
-    """An accelerator: bytes per second and bytes of its memory, and the manufacturer's page that states them."""
+    """An accelerator: bytes per second and bytes of its memory, and the page that states them."""
 
     bandwidth: float
     memory: float
@@ -22,28 +29,30 @@ class Device(NamedTuple):
 
 
 NVIDIA, GEFORCE = "nvidia.com/en-us/data-center/", "nvidia.com/en-us/geforce/graphics-cards/"
-APPLE, AMD = "support.apple.com/en-us/", "amd.com/en/products/accelerators/instinct/mi300/"
 DEVICES = {
     "B200": Device(8.0e12, 180e9, f"{NVIDIA}dgx-b200"),
     "H200": Device(4.8e12, 141e9, f"{NVIDIA}h200"),
     "H100": Device(3.35e12, 80e9, f"{NVIDIA}h100 (SXM)"),
-    "H100-PCIe": Device(2.0e12, 80e9, f"{NVIDIA}h100 (PCIe)"),
-    "H20": Device(4.0e12, 96e9, "viperatech.com/product/nvidia-hgx-h20"),
-    "A100": Device(2.039e12, 80e9, f"{NVIDIA}a100 (80 GB, SXM)"),
+    "H100-PCIe": Device(2.0e12, 80e9, f"{NVIDIA}h100 (PCIe, data sheet of 2022)"),
+    "H20": Device(4.0e12, 96e9, "docs of SGLang and Qwen (96 GB); 4.0 TB/s"),
+    "A100": Device(2.039e12, 80e9, f"{NVIDIA}a100 (SXM, 80 GB)"),
     "A100-40GB": Device(1.555e12, 40e9, f"{NVIDIA}a100 (40 GB)"),
     "L40S": Device(0.864e12, 48e9, f"{NVIDIA}l40s"),
-    "MI300X": Device(5.3e12, 192e9, f"{AMD}mi300x.html"),
+    "MI300X": Device(5.3e12, 192e9, "amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
     "RTX5090": Device(1.792e12, 32e9, f"{GEFORCE}50-series/rtx-5090"),
     "RTX4090": Device(1.008e12, 24e9, f"{GEFORCE}40-series/rtx-4090"),
     "RTX3090": Device(0.936e12, 24e9, f"{GEFORCE}30-series/rtx-3090-3090ti"),
-    "M1Max": Device(0.4e12, 64e9, f"{APPLE}111901"),
-    "M2Ultra": Device(0.8e12, 192e9, f"{APPLE}111835"),
-    "M3Max": Device(0.4e12, 128e9, f"{APPLE}117737"),
-    "M4Max": Device(0.546e12, 128e9, f"{APPLE}121554"),
+    "M1Max": Device(0.4e12, 64e9, "apple.com/newsroom/2021/10/introducing-m1-pro-and-m1-max"),
+    "M2Ultra": Device(0.8e12, 192e9, "apple.com/newsroom/2023/06/apple-introduces-m2-ultra"),
+    "M3Max": Device(0.4e12, 128e9, "apple.com/newsroom/2023/10/apple-unveils-m3-m3-pro-and-m3-max"),
+    "M4Max": Device(0.546e12, 128e9, "apple.com/newsroom/2024/10/apple-introduces-m4-pro-and-m4-max"),
 }
-# Bytes per parameter. int4 has scales, and some tensors with more bits.
-WEIGHTS = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.58}
+USABLE = 0.9  # share of a device's memory that servers use by default
+WEIGHTS = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.58}  # bytes per parameter, with the scales of int4
 CACHE_BYTES = 2.0  # per value of the keys and values
+SIZE_HINT = "give the size of a dense target, such as target=7B"
+# Compressed keys and values, layers with and without experts in turns, and linear attention.
+UNSUPPORTED = ("kv_lora_rank", "interleave_moe_layer_step", "full_attention_interval", "linear_num_key_heads")
 
 
 def woken(experts: int, active: int, rows: float) -> float:
@@ -53,7 +62,7 @@ def woken(experts: int, active: int, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers of parameters of a target: those that every pass reads, all, and those of one expert in all layers.
+    """Parameters of a target: how many every pass reads, all, and those of one expert in all layers.
 
     `cached` is the number of values of keys and values per token, or None if it is unknown.
     """
@@ -65,41 +74,59 @@ class Shape:
     expert: float = 0.0
     cached: float | None = None
 
+    @property
+    def kind(self) -> str:
+        return "experts" if self.experts else "dense"
+
     def read(self, rows: float) -> float:
         return self.always + (self.expert * woken(self.experts, self.active, rows) if self.experts else 0.0)
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """From the fields of a config.json of transformers. Raises UserError if it does not have all that is needed."""
+        """From a config.json of transformers: attention with shared keys and values, gated feed-forward layers or
+        experts, and an output head. Raises UserError if it is different, or does not have what is needed.
+        """
         config = config.get("text_config") or config
-        odd = [name for name in ("kv_lora_rank", "interleave_moe_layer_step", "full_attention_interval") if config.get(name)]
-        if odd or "linear_attention" in (config.get("layer_types") or ()):
-            raise UserError(f"this architecture ({(odd or ['linear_attention'])[0]}) is not supported: {SIZE_HINT}.")
-        try:
-            return cls._of_llama(config)
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise UserError(f"the config has no usable {error.args[0]!r}: {SIZE_HINT}.") from error
+        if odd := [name for name in UNSUPPORTED if config.get(name)]:
+            raise UserError(f"a target with {odd[0]} in its config is not supported: {SIZE_HINT}.")
+
+        def number(*names: str, default: int | None = None) -> int:
+            value = next((config[name] for name in names if config.get(name)), default)
+            if type(value) is not int or not 0 <= value < 10**8:
+                raise UserError(f"the config of the target has no usable {names[0]}: {SIZE_HINT}.")
+            return value
+
+        hidden, layers, heads = map(number, ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        inner, shared_heads = number("intermediate_size"), number("num_key_value_heads", default=heads)
+        size = number("head_dim", default=hidden // heads)
+        experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
+        dense = min(number("first_k_dense_replace", default=0), layers) if experts else layers
+        one = 3 * hidden * number("moe_intermediate_size", default=inner)
+        head, sparse = number("vocab_size") * hidden, layers - dense
+        always = head + layers * hidden * 2 * size * (heads + shared_heads)  # queries and output, keys and values
+        shared = number("num_shared_experts", "n_shared_experts", default=0)
+        always += dense * 3 * hidden * inner + sparse * one * shared
+        stored = always + sparse * one * experts + (0 if config.get("tie_word_embeddings") else head)
+        active = number("num_experts_per_tok") if experts else 0
+        return cls(always, stored, experts, min(active, experts), sparse * one, 2 * layers * shared_heads * size)
 
     @classmethod
-    def _of_llama(cls, config: Mapping[str, Any]) -> Self:
-        """Attention with shared keys and values, gated feed-forward layers or experts, and an output head."""
-        hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-        shared_heads = config.get("num_key_value_heads") or heads
-        size = config.get("head_dim") or hidden // heads
-        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-        dense = config.get("first_k_dense_replace") or 0 if experts else layers
-        each = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
-        extra = config.get("num_shared_experts") or config.get("n_shared_experts") or 0
-        always = layers * hidden * 2 * size * (heads + shared_heads)  # queries and outputs, keys and values
-        always += dense * 3 * hidden * config["intermediate_size"] + (layers - dense) * extra * each
-        head = config["vocab_size"] * hidden
-        stored = always + (1 if config.get("tie_word_embeddings") else 2) * head + (layers - dense) * experts * each
-        active = config["num_experts_per_tok"] if experts else 0
-        expert = (layers - dense) * each if experts else 0.0
-        return cls(always + head, stored, experts, active, expert, 2 * layers * shared_heads * size)
-
-
-SIZE_HINT = "give a size, such as target=7B"
+    def named(cls, word: str) -> Self:
+        """From a size, a config.json or its folder, or a downloaded model. Raises UserError for anything else."""
+        if SIZE.fullmatch(word):
+            return cls(_size(word), _size(word))
+        name, _, revision = word.partition("@")
+        path = parse_path(word)
+        folder = path if path.exists() else cached_folder(name, revision or None)
+        file = folder / "config.json" if folder and folder.is_dir() else folder
+        if file is None or not file.is_file():
+            raise UserError(f"'{word}' is not a size such as 7B, a config.json, its folder, or a model on this disk.")
+        text, config = read_text(file, "The config"), None
+        with suppress(ValueError, RecursionError):
+            config = json.loads(text)
+        if not isinstance(config, dict):
+            raise UserError(f"{file} is not the config of a model: {SIZE_HINT}.")
+        return cls.of_config(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +134,8 @@ class Constants:
     """What was fitted to published figures.
 
     A pass takes `fixed` seconds besides reading, which reaches this `share` of the memory's bandwidth. A round takes
-    `per_round` seconds more than a pass, and `per_draft` for each draft besides reading the drafter. A further token of
-    a request wakes as many new experts as this part of an independent token: tokens of one text need `alike` ones.
+    `per_round` seconds besides its pass, and `per_draft` for each draft besides reading the drafter. A draft wakes as
+    many new experts as this part of an independent token, since the tokens of one text are `alike`.
     """
 
     fixed: float
@@ -118,7 +145,32 @@ class Constants:
     alike: float
 
 
-FITTED = Constants(fixed=1.5e-3, share=0.8, per_round=1e-3, per_draft=0.15e-3, alike=0.25)
+class Error(NamedTuple):
+    """Errors on published cells of models that the constants were not fitted to, where 0.25 is a factor of 1.25: the
+    median and the 90th percentile, with the same weight for every series, and the numbers of predictions and of series.
+    """
+
+    median: float
+    high: float
+    cells: int
+    series: int
+
+    @property
+    def reason(self) -> str:
+        return f"the median error on published figures is {self.median:.0%}, above {MOST_ERROR:.0%}"
+
+    def interval(self, value: float) -> list[float]:
+        return [value / (1 + self.high), value * (1 + self.high)]
+
+
+# Both are written by tests/benchmarks/predictor.py. The key is the kind of target, and the number of measured speeds
+# that are known: of the target alone, and with up to two numbers of drafts. ALONE: of predicting the first of them.
+ALONE = -1
+FITTED = Constants(1.5e-3, 0.8, 1e-3, 0.15e-3, 0.25)
+ERRORS: dict[tuple[str, int], Error] = {}
+MOST_ERROR = 0.25  # median error above which nothing is predicted
+# What the published cells cover: requests at once, drafts per round, and keys and values as a part of what is read.
+BATCH, MOST_DRAFTS, MOST_CACHE = WholeRange(1, 10), 7, 0.11
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +182,7 @@ class Workload:
     batch: int = 1
     context: int = 0
     weights: str = "bf16"
-    constants: Constants = field(default=FITTED)
+    constants: Constants = FITTED
 
     @property
     def cache(self) -> float:
@@ -138,7 +190,7 @@ class Workload:
         return CACHE_BYTES * (self.shape.cached or 0) * self.context * self.batch
 
     def bytes_read(self, drafts: int = 0) -> float:
-        """Bytes that a pass over one token and these drafts of each request reads."""
+        """What a pass over one token and these drafts of each request reads."""
         rows = self.batch * (1 + self.constants.alike * drafts)
         return WEIGHTS[self.weights] * self.shape.read(rows) + self.cache
 
@@ -146,46 +198,152 @@ class Workload:
     def bytes_needed(self) -> float:
         return WEIGHTS[self.weights] * (self.shape.stored + self.drafter) + self.cache
 
-    @property
-    def cache_share(self) -> float:
-        return self.cache / self.bytes_read()
-
     def step(self, device: Device) -> float:
         """Seconds of a decode step."""
         return self.constants.fixed + self.bytes_read() / (self.constants.share * device.bandwidth)
 
     def ratio(self, step: float, drafts: int) -> float:
         """A round with these drafts over a decode step that takes `step` seconds."""
-        fitted, once = self.constants, self.bytes_read()
-        reading = max(step - fitted.fixed, 0.0)
+        fitted, fixed = self.constants, min(step, self.constants.fixed)
         passes = self.bytes_read(drafts) + drafts * WEIGHTS[self.weights] * self.drafter
-        seconds = min(step, fitted.fixed) + reading * passes / once + fitted.per_round + drafts * fitted.per_draft
-        return seconds / step
+        reading = (step - fixed) * passes / self.bytes_read()
+        return (fixed + reading + fitted.per_round + drafts * fitted.per_draft) / step
 
 
-Ratio = Callable[[int], float]
+Ratio = Callable[[int], float]  # r(k): a round with k drafts over a decode step
 
 
 def calibrated(prior: Ratio, points: Mapping[int, float]) -> Ratio:
-    """r(k) through up to two measured points: one scales the extra time of the model, two make r(k) = a + c k."""
+    """r(k) through up to two measured points: one scales the extra time of the model, two make r(k) = a + c k. A round
+    is never shorter than a decode step.
+    """
     match sorted(points.items()):
-        case []:
-            return prior
         case [(k, measured)]:
-            scale = (measured - 1) / (prior(k) - 1)
-            return lambda drafts: 1 + scale * (prior(drafts) - 1)
+            return lambda drafts: 1 + (measured - 1) / (prior(k) - 1) * (prior(drafts) - 1)
         case [(k, low), (other, high)]:
-            slope = (high - low) / (other - k)
-            return lambda drafts: low + slope * (drafts - k)
-    raise UserError("give at most two of k1= to k7=.")
+            return lambda drafts: max(1.0, low + (high - low) / (other - k) * (drafts - k))
+    return prior
 
 
-class Error(NamedTuple):
-    """Errors on published cells of models that the constants were not fitted to, where 0.25 is a factor of 1.25: the
-    median and the 90th percentile over series, and the numbers of predictions and of series.
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What was typed behind /whatif. Speeds are measured, and of all requests together: `plain` is that of the target
+    alone, and `points` are those by the number of drafts, with the tokens per round if they differ from this text's.
     """
 
-    median: float
-    high: float
-    cells: int
-    series: int
+    device: str
+    target: str = ""
+    drafter: float | None = None
+    batch: int = 1
+    context: int = 1024
+    weights: str = "bf16"
+    plain: float | None = None
+    points: Mapping[int, tuple[float, float | None]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises UserError for an unknown name or value."""
+        values: dict[str, Any] = {}
+        for word in split_words(text):
+            name, _, value = word.partition("=")
+            if not value:
+                raise UserError(f"'{word}' is not NAME=VALUE, as in {USAGE}.")
+            name = check_choice(name.lower(), tuple(PARTS), "part")
+            values[name] = PARTS[name](value)
+        if "on" not in values:
+            raise UserError(f"on= is missing: name a device, one of {', '.join(DEVICES)}.")
+        points = {k: values.pop(f"k{k}") for k in range(1, MOST_DRAFTS + 1) if f"k{k}" in values}
+        if points and "plain" not in values:
+            raise UserError("a speed with drafts needs plain=, the measured speed of the target alone beside it.")
+        if len(points) > 2:
+            raise UserError(f"{len(points)} speeds with drafts are given, and at most two are used: omit the others.")
+        return cls(values.pop("on"), points=points, **values)
+
+    @property
+    def speeds(self) -> int:
+        """The number of measured speeds."""
+        return len(self.points) + (self.plain is not None)
+
+    def error(self, kind: str) -> Error:
+        """The errors of this class. Raises UserError with the reason if nothing is predicted in it."""
+        error, known = ERRORS.get((kind, self.speeds)), count_of(self.speeds, "measured speed")
+        if error is None:
+            raise UserError(f"no published figures show the error for {kind} targets with {known}: give plain=.")
+        if error.median > MOST_ERROR:
+            raise UserError(f"nothing is predicted for {kind} targets with {known}, because {error.reason}.")
+        return error
+
+    def check(self, load: Workload) -> None:
+        """Raises UserError if the workload does not fit there, or is unlike all published figures."""
+        room, needed = USABLE * DEVICES[self.device].memory, load.bytes_needed
+        if load.shape.cached is None and self.context != Elsewhere.context:
+            raise UserError("context= needs the config of the target, for the size of keys and values.")
+        if needed > room:
+            fits = [f"weights={name}" for name in WEIGHTS if replace(load, weights=name).bytes_needed <= room]
+            fits += [f"on={name}" for name, other in DEVICES.items() if needed <= USABLE * other.memory]
+            raise UserError(
+                f"{byte_size(int(needed))} of weights, keys and values do not fit into the {byte_size(int(room))} that "
+                f"servers use of {self.device}; {f'{fits[0]} would do' if fits else 'no device has enough'}."
+            )
+        share = load.cache / load.bytes_read()
+        if self.plain is None and share > MOST_CACHE:
+            raise UserError(
+                f"keys and values are {share:.0%} of what a decode step reads, in published figures at most "
+                f"{MOST_CACHE:.0%}, so the error is unknown: give plain=, measured with this batch and context."
+            )
+
+    def ratio(self, load: Workload, lengths: Mapping[int, float]) -> Ratio:
+        """r(k) if rounds with k drafts have these lengths. Raises UserError for a measured speed that cannot be."""
+        if self.plain is None:
+            return partial(load.ratio, load.step(DEVICES[self.device]))
+        points = {}
+        for k, (speed, length) in self.points.items():
+            points[k] = (length or lengths[k]) * self.plain / speed
+            if points[k] <= 1:
+                raise UserError(
+                    f"k{k}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length or lengths[k]:.2f} "
+                    f"tokens per round; if it is from another text, add its tokens per round, as in k{k}={speed:g}@3.2."
+                )
+        return calibrated(partial(load.ratio, self.batch / self.plain), points)
+
+
+SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([BM])", re.IGNORECASE)
+SPEED = RealRange("tokens/s", 0, 1e9, excludes_low=True)
+
+
+def _size(text: str) -> float:
+    if not (match := SIZE.fullmatch(text)) or not float(match[1]):
+        raise UserError(f"'{text}' is not a size: write it as 0.4B or 400M.")
+    return float(match[1]) * {"B": 1e9, "M": 1e6}[match[2].upper()]
+
+
+def _speed(text: str) -> float:
+    return SPEED.parse(re.sub("tok(ens)?/s$", "", text))
+
+
+def _point(k: int, text: str) -> tuple[float, float | None]:
+    speed, at, length = text.partition("@")
+    return _speed(speed), RealRange("tokens per round", 1, k + 1).parse(length) if at else None
+
+
+def _context(text: str) -> int:
+    number = WholeRange(1, 10**6).parse(text.lower().removesuffix("k"))
+    return number * 1024 if text.lower().endswith("k") else number
+
+
+def _device(text: str) -> str:
+    plain = {re.sub("[-_ ]", "", name).lower(): name for name in DEVICES}
+    return plain.get(re.sub("[-_ ]", "", text).lower()) or check_choice(text.upper(), tuple(DEVICES), "device")
+
+
+PARTS: dict[str, Callable[[str], Any]] = {
+    "on": _device,
+    "target": str,
+    "drafter": _size,
+    "batch": BATCH.parse,
+    "context": _context,
+    "weights": lambda text: check_choice(text.lower(), tuple(WEIGHTS), "format"),
+    "plain": _speed,
+    **{f"k{k}": partial(_point, k) for k in range(1, MOST_DRAFTS + 1)},
+}
+USAGE = "on=H100 target=7B batch=8 context=8k weights=fp8 plain=38tok/s k3=61tok/s"
