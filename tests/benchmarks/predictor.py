@@ -8,7 +8,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -27,10 +27,13 @@ from utils.commands.experiments.other_hardware import (
     Workload,
     calibrated,
 )
+from utils.metrics.intervals import NORMAL, STUDENT
 
 ROUNDS_OF_FIT, SMALL = 30, 0.01  # of least squares with new weights, which end at least absolute errors
+NEVER_FITTED = "specbundle-later"  # it was looked at when the constants were known
 UNNAMED = "angelslim"  # five sizes on one GPU without a name: they show the fixed time of a pass
 QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+EXPERTS = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
 
 
@@ -48,21 +51,24 @@ MODELS = {
     "Qwen3-14B": of(5120, 40, 40, 17408, **QWEN),
     "Qwen3-32B": of(5120, 64, 64, 25600, **QWEN),
     "MiniCPM3-4B": Shape(4.07e9, 4.07e9),
-    "Qwen3-30B-A3B": of(
-        *(2048, 48, 32, 6144),
-        **QWEN | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    ),
-    "Qwen3-235B-A22B": of(
-        *(4096, 94, 64, 12288),
-        **QWEN | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+    "Qwen3-30B-A3B": of(2048, 48, 32, 6144, **QWEN | EXPERTS | {"moe_intermediate_size": 768}),
+    "Qwen3-235B-A22B": of(4096, 94, 64, 12288, **QWEN | EXPERTS | {"moe_intermediate_size": 1536}),
+    "Qwen3-Coder-30B-A3B": of(2048, 48, 32, 6144, **QWEN | EXPERTS | {"moe_intermediate_size": 768}),
+    "Qwen3-Coder-480B-A35B": of(
+        *(6144, 62, 96, 8192), **QWEN | EXPERTS | {"moe_intermediate_size": 2560, "num_experts": 160}
     ),
     "Ling-flash-2.0": of(
         *(4096, 32, 32, 9216),
-        vocab_size=157184, head_dim=128, num_key_value_heads=4, num_experts=256, num_experts_per_tok=8,
-        moe_intermediate_size=1024, num_shared_experts=1, first_k_dense_replace=1,
+        **EXPERTS | {"vocab_size": 157184, "moe_intermediate_size": 1024, "num_experts": 256},
+        num_shared_experts=1,
+        first_k_dense_replace=1,
+        head_dim=128,
     ),
+    # Configs that are not supported: all parameters and the active ones as published.
+    "Kimi-K2": Shape(11.5e9, 1026e9, 384, 8, 2.64e9),
+    "Qwen3-Next-80B-A3B": Shape(2.4e9, 80e9, 512, 10, 0.151e9),
     "Llama-4-Scout": Shape(11e9, 109e9, 16, 1, 6.04e9),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +113,11 @@ class Cell:
         """A round over a decode step."""
         return self.length * self.plain / self.speed
 
-    def workload(self, constants: Constants) -> Workload:
-        return Workload(MODELS[self.model], self.size, self.batch, self.context, self.weights, constants)
-
-    def prior(self, constants: Constants, *, measured: bool):
-        """r(k) without a point, from the measured or from the predicted decode step."""
-        load = self.workload(constants)
-        step = self.batch / self.plain if measured else load.step(DEVICES[self.device])
-        return lambda drafts: load.ratio(step, drafts)
+    def workload(self, constants: Constants, *, measured: bool = True) -> Workload:
+        """With the measured speed of the target alone, or without."""
+        known = (self.plain or None) if measured else None
+        options = {"weights": self.weights, "plain": known, "constants": constants}
+        return Workload(MODELS[self.model], self.size, self.device, self.batch, self.context, **options)
 
 
 def read_cells(path: Path = HERE / "published.csv") -> list[Cell]:
@@ -153,34 +156,36 @@ def weighted(pairs: Sequence[tuple[object, float]], share: float) -> float:
 
 
 def fit(cells: Sequence[Cell]) -> Constants:
-    """The constants from these cells: the fixed time from the sizes on one GPU, the others from the cells beside."""
+    """The constants from these cells: those of a pass, and then those of a round."""
+    fitted, drafting = fit_pass(cells), [cell for cell in cells if cell.k and cell.source != NEVER_FITTED]
+    tried = (_rounds(drafting, fitted._replace(alike=alike / 100)) for alike in range(5, 65, 5))
+    return min(tried, key=lambda pair: pair[0])[1]
+
+
+def fit_pass(cells: Sequence[Cell]) -> Constants:
+    """The fixed time of a pass from the sizes on one GPU, and its share of the bandwidth on devices with a name."""
     unnamed = [cell for cell in cells if cell.source == UNNAMED and not cell.k]
     sizes = [[1.0, cell.workload(FITTED).bytes_read()] for cell in unnamed]
     fixed = float(np.linalg.lstsq(np.array(sizes), np.array([1 / cell.speed for cell in unnamed]), rcond=None)[0][0])
-    fitted = replace(FITTED, fixed=fixed)
-    alone = [cell for cell in cells if not cell.k and cell.device and cell.kind == "dense"]
-    shares = [
-        (cell.series, cell.workload(fitted).bytes_read() / bandwidth / (cell.batch / cell.speed - fixed))
-        for cell in alone
-        for bandwidth in [DEVICES[cell.device].bandwidth]
-    ]
-    fitted = replace(fitted, share=weighted(shares, 0.5))
-    tried = (_rounds(cells, replace(fitted, alike=alike / 100)) for alike in range(5, 105, 5))
-    return min(tried, key=lambda pair: pair[0])[1]
+    shares = []
+    for cell in cells:
+        if not cell.k and cell.device and cell.kind == "dense":
+            reading = cell.batch / cell.speed - fixed
+            shares.append((cell.series, cell.workload(FITTED).bytes_read() / DEVICES[cell.device].bandwidth / reading))
+    return FITTED._replace(fixed=fixed, share=weighted(shares, 0.5))
 
 
 def _rounds(cells: Sequence[Cell], fitted: Constants) -> tuple[float, Constants]:
     """The times of a round and of a draft by least absolute relative errors, and the sum of these errors."""
-    drafting = [cell for cell in cells if cell.k]
     counts: dict[object, int] = defaultdict(int)
-    for cell in drafting:
+    for cell in cells:
         counts[cell.series] += 1
-    bare = replace(fitted, per_round=0.0, per_draft=0.0)
+    bare = fitted._replace(per_round=0.0, per_draft=0.0)
     rows, rest, base = [], [], []
-    for cell in drafting:
+    for cell in cells:
         seconds = cell.batch / cell.plain * cell.ratio
         rows.append([1 / seconds, cell.k / seconds])
-        rest.append(1 - cell.prior(bare, measured=True)(cell.k) / cell.ratio)
+        rest.append(1 - cell.workload(bare).prior(cell.k) / cell.ratio)
         base.append(1 / counts[cell.series])
     matrix, values, weights = np.array(rows), np.array(rest), np.array(base)
     times, scale = np.zeros(2), np.ones(len(rows))
@@ -189,7 +194,7 @@ def _rounds(cells: Sequence[Cell], fitted: Constants) -> tuple[float, Constants]
         times = np.maximum(np.linalg.lstsq(matrix * root[:, None], values * root, rcond=None)[0], 0.0)
         scale = 1 / np.maximum(np.abs(matrix @ times - values), SMALL)
     left = float(np.abs(matrix @ times - values) @ weights)
-    return left, replace(fitted, per_round=float(times[0]), per_draft=float(times[1]))
+    return left, fitted._replace(per_round=float(times[0]), per_draft=float(times[1]))
 
 
 def off(predicted: float, measured: float) -> float:
@@ -204,16 +209,16 @@ def scored(cells: Sequence[Cell]) -> Iterator[Scored]:
     """The errors of every model with constants that were fitted to the other models."""
     named = [cell for cell in cells if cell.k or cell.device]
     for group in dict.fromkeys(cell.held_out for cell in named):
-        constants = fit([cell for cell in cells if cell.held_out != group])
         ours = [cell for cell in named if cell.held_out == group]
+        constants = (fit if ours[0].k else fit_pass)([cell for cell in cells if cell.held_out != group])
         for cell in ours:
             if not cell.k:
-                speed = cell.batch / cell.workload(constants).step(DEVICES[cell.device])
+                speed = cell.batch / cell.workload(constants).step
                 yield cell.kind, ALONE, cell.series, off(speed, cell.speed)
                 continue
             if cell.device:
-                yield cell.kind, 0, cell.series, off(cell.prior(constants, measured=False)(cell.k), cell.ratio)
-            yield cell.kind, 1, cell.series, off(cell.prior(constants, measured=True)(cell.k), cell.ratio)
+                yield cell.kind, 0, cell.series, off(cell.workload(constants, measured=False).prior(cell.k), cell.ratio)
+            yield cell.kind, 1, cell.series, off(cell.workload(constants).prior(cell.k), cell.ratio)
         yield from _with_points([cell for cell in ours if cell.k], constants)
 
 
@@ -225,24 +230,23 @@ def _with_points(cells: Sequence[Cell], constants: Constants) -> Iterator[Scored
     for group in series.values():
         pairs = [(one, two) for one, two in combinations(group, 2) if one.text == two.text and one.k != two.k]
         for points in [*((one,) for one in group), *pairs]:
+            ratio = calibrated(points[0].workload(constants).prior, {one.k: one.ratio for one in points})
             for cell in group:
                 if cell not in points and cell.circumstances == points[0].circumstances:
-                    ratio = calibrated(cell.prior(constants, measured=True), {one.k: one.ratio for one in points})
                     yield cell.kind, 1 + len(points), cell.series, off(ratio(cell.k), cell.ratio)
 
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, int], Error]:
+    """The errors by class. The 90th percentile of few series is too small, so it is widened as Student's t requires."""
     classes: dict[tuple[str, int], list[tuple[object, float]]] = defaultdict(list)
     for kind, given, series, error in scored(cells):
         classes[kind, given].append((series, error))
-    return {
-        name: Error(
-            *(round(weighted(pairs, share), 3) for share in (0.5, 0.9)),
-            len(pairs),
-            len({series for series, _ in pairs}),
-        )
-        for name, pairs in classes.items()
-    }
+    found = {}
+    for name, pairs in classes.items():
+        series = len({one for one, _ in pairs})
+        high = weighted(pairs, 0.9) * STUDENT[min(series - 1, len(STUDENT)) - 1] / NORMAL
+        found[name] = Error(round(weighted(pairs, 0.5), 3), round(high, 3), len(pairs), series)
+    return found
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ or with on=DEVICE from a model of other hardware.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from utils.commands.experiments.other_hardware import (
     ALONE,
@@ -17,9 +18,9 @@ from utils.commands.experiments.other_hardware import (
     MOST_ERROR,
     PARTS,
     USAGE,
-    Elsewhere,
     Shape,
     Workload,
+    parse,
 )
 from utils.commands.experiments.speed_model import (
     GammaRounds,
@@ -71,7 +72,7 @@ TABLE = ResultTable(
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     if argument:
-        return _elsewhere(Elsewhere.parse(argument), context)
+        return _elsewhere(parse(argument), context)
     harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
     events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
@@ -157,78 +158,64 @@ THERE = ResultTable(
     ResultColumn("interval", lambda row: "{:.2f}x to {:.2f}x".format(*row["interval"])),
     figure("predicted tokens/s", "tokens_per_second", "{:,.1f}", drop=1),
 )
-HEADS = "published figures are of heads that draft token by token: load one, such as EAGLE, or give plain= and two of"
 
 
-def _elsewhere(there: Elsewhere, context: CommandContext) -> Outcome:
+def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     last, run, job = _replayed(context, (LOADED,))
-    target, drafter = job.pair.target, job.pair.drafter
+    target, drafter, word = job.pair.target, job.pair.drafter, values.pop("target", "")
     if drafter is None:
         raise UserError("a drafter is needed: load one with /load.")
-    if not isinstance(drafter, StepwiseDrafter) and len(there.points) < 2:
-        raise UserError(f"{HEADS} k1= to k{MOST_DRAFTS}=.")
-    shape = Shape.named(there.target) if there.target else Shape.of_config(target.config.to_dict())
-    there.error(shape.kind)  # raises UserError before anything is replayed
-    ours, theirs = (sum(weights.numel() for weights in model.parameters()) for model in (target, drafter))
-    load = Workload(shape, there.drafter or shape.stored * theirs / ours, there.batch, there.context, there.weights)
-    there.check(load)
+    if not isinstance(drafter, StepwiseDrafter) and len(values["points"]) < 2:
+        raise UserError("published figures are of heads, such as EAGLE: load one, or give plain=, k3= and k7=.")
+    shape = Shape.named(word) if word else Shape.of_config(target.config.to_dict())
+    theirs, ours = (sum(weights.numel() for weights in model.parameters()) for model in (drafter, target))
+    load = Workload(shape, values.pop("drafter", shape.stored * theirs / ours), **values)
+    load.check()  # raises UserError before anything is replayed
     strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
-    events = _predicted(there, load, replay_events(job, [strategy], run.tokens, "replaying"))
-    return [THERE.report("whatif on", last.text, job.settings, events, conclude=partial(_there, there, load))]
+    events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
+    return [THERE.report("whatif on", last.text, job.settings, events, conclude=partial(_there, load))]
 
 
-def _predicted(there: Elsewhere, load: Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
+def _predicted(load: Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
     lengths: dict[int, float] = {}
     for event in replayed:
         if isinstance(event, Progress):
             yield event
         elif event.gamma is not None and 1 <= event.gamma <= MOST_DRAFTS:
             lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
-    ratio, error = there.ratio(load, lengths), there.error(load.shape.kind)
+    ratio = load.ratio(lengths)
     for gamma, length in lengths.items():
-        speedup = length / ratio(gamma)
-        yield THERE.finding(
-            {
-                "gamma": gamma,
-                "tokens_per_round": length,
-                "speedup": speedup,
-                "interval": error.interval(speedup),
-                "tokens_per_second": there.plain and there.plain * speedup,
-                "device": there.device,
-                "error": error._asdict(),
-            }
-        )
+        row = {"device": load.device, "gamma": gamma, "tokens_per_round": length, "speedup": length / ratio(gamma)}
+        speed = load.plain and load.plain * row["speedup"]
+        yield THERE.finding(row | {"interval": load.error.interval(row["speedup"]), "tokens_per_second": speed})
 
 
-def _there(there: Elsewhere, load: Workload, findings: Sequence[Finding]) -> list[str]:
+def _there(load: Workload, findings: Sequence[Finding]) -> list[str]:
     """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
-    best = max(figures_of(findings), key=lambda row: float(row["speedup"]))
+    rows, error = figures_of(findings), load.error
+    best, lengths = max(rows, key=lambda row: float(row["speedup"])), [f"{row['tokens_per_round']:.2f}" for row in rows]
     low, high = best["interval"]
     says = f"best with gamma {best['gamma']}, predicted {best['speedup']:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
     says = says if best["speedup"] >= MIN_GAIN else "no gamma is predicted to be faster than target-only"
-    error, lengths = there.error(load.shape.kind), [f"{row['tokens_per_round']:.2f}" for row in figures_of(findings)]
     return [
-        f"{there.device}: {says}.",
-        f"Error for {load.shape.kind} targets with {count_of(there.speeds, 'measured speed')}, on published figures: "
-        f"median {error.median:.0%}, 90th percentile {error.high:.0%}, which is the interval "
-        f"({count_of(error.cells, 'prediction')} of {error.series} series).",
-        _alone(there, load),
+        f"{load.device}: {says}.",
+        f"Error for {load.known}: median {error.median:.0%}, 90th percentile {error.high:.0%} (the interval), by "
+        f"{count_of(error.cells, 'prediction')} for {error.series} series of published figures.",
+        _alone(load),
         f"Replayed, exact for this text: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
-        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters and a drafter of {load.drafter / 1e9:.2g}, "
-        f"in {there.weights}; batch {there.batch}; context {there.context}; "
-        f"{DEVICES[there.device].bandwidth / 1e12:g} TB/s.",
+        f"Assumed: {load.shape.stored / 1e9:.3g} billion parameters, drafter {load.drafter / 1e9:.2g}, {load.weights}, "
+        f"batch {load.batch}, context {load.context}, {DEVICES[load.device].bandwidth / 1e12:g} TB/s.",
     ]
 
 
-def _alone(there: Elsewhere, load: Workload) -> str:
+def _alone(load: Workload) -> str:
     """The measured speeds as they were given, or the predicted one of the target alone."""
-    if there.plain is not None:
-        points = (f", k{k} {speed:g}" for k, (speed, _) in there.points.items())
-        return f"Measured, as given: plain {there.plain:g}{''.join(points)} tokens/s."
-    error = ERRORS[load.shape.kind, ALONE]
+    if load.plain is not None:
+        points = (f", k{k} {speed:g}" for k, (speed, _) in load.points.items())
+        return f"Measured, as given: plain {load.plain:g}{''.join(points)} tokens/s."
+    error, speed = ERRORS[load.shape.kind, ALONE], load.batch / load.step
     if error.median > MOST_ERROR:
         return f"The speed of the target alone is not predicted: {error.reason}."
-    speed = there.batch / load.step(DEVICES[there.device])
     low, high = error.interval(speed)
     return f"Target-only: predicted {speed:,.0f} tokens/s ({low:,.0f} to {high:,.0f}); median error {error.median:.0%}."
 

@@ -49,7 +49,7 @@ DEVICES = {
 }
 USABLE = 0.9  # share of a device's memory that servers use by default
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.58}  # bytes per parameter, with the scales of int4
-CACHE_BYTES = 2.0  # per value of the keys and values
+CACHE_BYTES, CONTEXT = 2.0, 1024  # per value of the keys and values; tokens, if nothing is given
 SIZE_HINT = "give the size of a dense target, such as target=7B"
 # Compressed keys and values, layers with and without experts in turns, and linear attention.
 UNSUPPORTED = ("kv_lora_rank", "interleave_moe_layer_step", "full_attention_interval", "linear_num_key_heads")
@@ -129,29 +129,21 @@ class Shape:
         return cls.of_config(config)
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """What was fitted to published figures.
+class Constants(NamedTuple):
+    """What was fitted to published figures, all times in seconds."""
 
-    A pass takes `fixed` seconds besides reading, which reaches this `share` of the memory's bandwidth. A round takes
-    `per_round` seconds besides its pass, and `per_draft` for each draft besides reading the drafter. A draft wakes as
-    many new experts as this part of an independent token, since the tokens of one text are `alike`.
-    """
-
-    fixed: float
-    share: float
-    per_round: float
-    per_draft: float
-    alike: float
+    fixed: float  # of a pass, besides reading
+    share: float  # of the memory's bandwidth that reading reaches
+    per_round: float  # of a round, besides its pass and its drafts
+    per_draft: float  # of a draft, besides reading the drafter
+    alike: float  # experts that a draft wakes, over those of an independent token
 
 
 class Error(NamedTuple):
-    """Errors on published cells of models that the constants were not fitted to, where 0.25 is a factor of 1.25: the
-    median and the 90th percentile, with the same weight for every series, and the numbers of predictions and of series.
-    """
+    """Errors on published cells of models that the constants were not fitted to; 0.25 is a factor of 1.25."""
 
     median: float
-    high: float
+    high: float  # 90th percentile, widened for few series; every series of cells has the same weight
     cells: int
     series: int
 
@@ -163,51 +155,24 @@ class Error(NamedTuple):
         return [value / (1 + self.high), value * (1 + self.high)]
 
 
-# Both are written by tests/benchmarks/predictor.py. The key is the kind of target, and the number of measured speeds
-# that are known: of the target alone, and with up to two numbers of drafts. ALONE: of predicting the first of them.
+# Both come from tests/benchmarks/predictor.py. A key is the kind of target and the number of measured speeds: of the
+# target alone, and with up to two numbers of drafts. ALONE stands for predicting the first of them.
 ALONE = -1
-FITTED = Constants(1.5e-3, 0.8, 1e-3, 0.15e-3, 0.25)
-ERRORS: dict[tuple[str, int], Error] = {}
+FITTED = Constants(fixed=1.45e-3, share=0.712, per_round=0.405e-3, per_draft=0.209e-3, alike=0.30)
+ERRORS = {
+    ("dense", ALONE): Error(0.210, 0.722, 64, 17),
+    ("dense", 0): Error(0.062, 0.188, 48, 5),
+    ("dense", 1): Error(0.050, 0.184, 110, 12),
+    ("dense", 2): Error(0.030, 0.081, 1742, 10),
+    ("dense", 3): Error(0.016, 0.111, 1596, 4),
+    ("experts", ALONE): Error(0.747, 9.857, 8, 2),
+    ("experts", 1): Error(0.073, 0.495, 144, 10),
+    ("experts", 2): Error(0.070, 0.249, 2592, 9),
+    ("experts", 3): Error(0.067, 0.232, 2442, 8),
+}
 MOST_ERROR = 0.25  # median error above which nothing is predicted
 # What the published cells cover: requests at once, drafts per round, and keys and values as a part of what is read.
 BATCH, MOST_DRAFTS, MOST_CACHE = WholeRange(1, 10), 7, 0.11
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What runs there: a target, the parameters of its drafter, and requests of this context length in a batch."""
-
-    shape: Shape
-    drafter: float
-    batch: int = 1
-    context: int = 0
-    weights: str = "bf16"
-    constants: Constants = FITTED
-
-    @property
-    def cache(self) -> float:
-        """Bytes of keys and values."""
-        return CACHE_BYTES * (self.shape.cached or 0) * self.context * self.batch
-
-    def bytes_read(self, drafts: int = 0) -> float:
-        """What a pass over one token and these drafts of each request reads."""
-        rows = self.batch * (1 + self.constants.alike * drafts)
-        return WEIGHTS[self.weights] * self.shape.read(rows) + self.cache
-
-    @property
-    def bytes_needed(self) -> float:
-        return WEIGHTS[self.weights] * (self.shape.stored + self.drafter) + self.cache
-
-    def step(self, device: Device) -> float:
-        """Seconds of a decode step."""
-        return self.constants.fixed + self.bytes_read() / (self.constants.share * device.bandwidth)
-
-    def ratio(self, step: float, drafts: int) -> float:
-        """A round with these drafts over a decode step that takes `step` seconds."""
-        fitted, fixed = self.constants, min(step, self.constants.fixed)
-        passes = self.bytes_read(drafts) + drafts * WEIGHTS[self.weights] * self.drafter
-        reading = (step - fixed) * passes / self.bytes_read()
-        return (fixed + reading + fitted.per_round + drafts * fitted.per_draft) / step
 
 
 Ratio = Callable[[int], float]  # r(k): a round with k drafts over a decode step
@@ -226,85 +191,102 @@ def calibrated(prior: Ratio, points: Mapping[int, float]) -> Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """What was typed behind /whatif. Speeds are measured, and of all requests together: `plain` is that of the target
-    alone, and `points` are those by the number of drafts, with the tokens per round if they differ from this text's.
+class Workload:
+    """What runs there: a target, the parameters of its drafter, and requests of this context length in a batch.
+
+    `plain` is the measured speed of the target alone for all requests together, and `points` has those by the number
+    of drafts, each with its tokens per round if they are not those of this text.
     """
 
-    device: str
-    target: str = ""
-    drafter: float | None = None
+    shape: Shape
+    drafter: float
+    device: str = ""
     batch: int = 1
-    context: int = 1024
+    context: int = CONTEXT
     weights: str = "bf16"
     plain: float | None = None
     points: Mapping[int, tuple[float, float | None]] = field(default_factory=dict)
+    constants: Constants = FITTED
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Raises UserError for an unknown name or value."""
-        values: dict[str, Any] = {}
-        for word in split_words(text):
-            name, _, value = word.partition("=")
-            if not value:
-                raise UserError(f"'{word}' is not NAME=VALUE, as in {USAGE}.")
-            name = check_choice(name.lower(), tuple(PARTS), "part")
-            values[name] = PARTS[name](value)
-        if "on" not in values:
-            raise UserError(f"on= is missing: name a device, one of {', '.join(DEVICES)}.")
-        points = {k: values.pop(f"k{k}") for k in range(1, MOST_DRAFTS + 1) if f"k{k}" in values}
-        if points and "plain" not in values:
-            raise UserError("a speed with drafts needs plain=, the measured speed of the target alone beside it.")
-        if len(points) > 2:
-            raise UserError(f"{len(points)} speeds with drafts are given, and at most two are used: omit the others.")
-        return cls(values.pop("on"), points=points, **values)
+    @property
+    def cache(self) -> float:
+        """Bytes of keys and values."""
+        return CACHE_BYTES * (self.shape.cached or 0) * self.context * self.batch
+
+    def bytes_read(self, drafts: int = 0) -> float:
+        """What a pass over one token and these drafts of each request reads."""
+        rows = self.batch * (1 + self.constants.alike * drafts)
+        return WEIGHTS[self.weights] * self.shape.read(rows) + self.cache
+
+    @property
+    def bytes_needed(self) -> float:
+        return WEIGHTS[self.weights] * (self.shape.stored + self.drafter) + self.cache
+
+    @property
+    def step(self) -> float:
+        """Seconds of a decode step, measured or predicted."""
+        if self.plain is not None:
+            return self.batch / self.plain
+        return self.constants.fixed + self.bytes_read() / (self.constants.share * DEVICES[self.device].bandwidth)
+
+    def prior(self, drafts: int) -> float:
+        """r(k) without a measured point."""
+        fitted, step = self.constants, self.step
+        fixed = min(step, fitted.fixed)
+        passes = self.bytes_read(drafts) + drafts * WEIGHTS[self.weights] * self.drafter
+        reading = (step - fixed) * passes / self.bytes_read()
+        return (fixed + reading + fitted.per_round + drafts * fitted.per_draft) / step
+
+    def ratio(self, lengths: Mapping[int, float]) -> Ratio:
+        """r(k) if rounds with k drafts have these lengths. Raises UserError for a measured speed that cannot be."""
+        points = {}
+        for k, (speed, given) in self.points.items():
+            length = given or lengths[k]
+            points[k] = length * (self.plain or 0) / speed
+            if points[k] <= 1:
+                raise UserError(
+                    f"k{k}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length:.2f} tokens "
+                    f"per round; one from another text needs its own tokens per round: k{k}={speed:g}@{length:.1f}."
+                )
+        return calibrated(self.prior, points)
+
+    @property
+    def known(self) -> str:
+        return f"{self.shape.kind} targets with {count_of(self.speeds, 'measured speed')}"
 
     @property
     def speeds(self) -> int:
-        """The number of measured speeds."""
         return len(self.points) + (self.plain is not None)
 
-    def error(self, kind: str) -> Error:
+    @property
+    def error(self) -> Error:
         """The errors of this class. Raises UserError with the reason if nothing is predicted in it."""
-        error, known = ERRORS.get((kind, self.speeds)), count_of(self.speeds, "measured speed")
-        if error is None:
-            raise UserError(f"no published figures show the error for {kind} targets with {known}: give plain=.")
-        if error.median > MOST_ERROR:
-            raise UserError(f"nothing is predicted for {kind} targets with {known}, because {error.reason}.")
-        return error
+        error = ERRORS.get((self.shape.kind, self.speeds))
+        if error and error.median <= MOST_ERROR:
+            return error
+        reason = (
+            error.reason if error else "no published figures show the error: give plain=, and at most two of k1=, ..."
+        )
+        raise UserError(f"nothing is predicted for {self.known}, because {reason}.")
 
-    def check(self, load: Workload) -> None:
-        """Raises UserError if the workload does not fit there, or is unlike all published figures."""
-        room, needed = USABLE * DEVICES[self.device].memory, load.bytes_needed
-        if load.shape.cached is None and self.context != Elsewhere.context:
-            raise UserError("context= needs the config of the target, for the size of keys and values.")
+    def check(self) -> None:
+        """Raises UserError if this does not fit there, is unlike all published figures, or has too large errors."""
+        room, needed, share = USABLE * DEVICES[self.device].memory, self.bytes_needed, self.cache / self.bytes_read()
         if needed > room:
-            fits = [f"weights={name}" for name in WEIGHTS if replace(load, weights=name).bytes_needed <= room]
-            fits += [f"on={name}" for name, other in DEVICES.items() if needed <= USABLE * other.memory]
+            fits = [f"weights={name}" for name in WEIGHTS if replace(self, weights=name).bytes_needed <= room]
+            fits += [f"on={name}" for name, device in DEVICES.items() if needed <= USABLE * device.memory]
             raise UserError(
                 f"{byte_size(int(needed))} of weights, keys and values do not fit into the {byte_size(int(room))} that "
-                f"servers use of {self.device}; {f'{fits[0]} would do' if fits else 'no device has enough'}."
+                f"servers use of {self.device}; {' or '.join(fits[:2]) or 'no device'} would do."
             )
-        share = load.cache / load.bytes_read()
+        if self.shape.cached is None and self.context != CONTEXT:
+            raise UserError("context= needs the config of the target, for the size of keys and values.")
         if self.plain is None and share > MOST_CACHE:
             raise UserError(
                 f"keys and values are {share:.0%} of what a decode step reads, in published figures at most "
                 f"{MOST_CACHE:.0%}, so the error is unknown: give plain=, measured with this batch and context."
             )
-
-    def ratio(self, load: Workload, lengths: Mapping[int, float]) -> Ratio:
-        """r(k) if rounds with k drafts have these lengths. Raises UserError for a measured speed that cannot be."""
-        if self.plain is None:
-            return partial(load.ratio, load.step(DEVICES[self.device]))
-        points = {}
-        for k, (speed, length) in self.points.items():
-            points[k] = (length or lengths[k]) * self.plain / speed
-            if points[k] <= 1:
-                raise UserError(
-                    f"k{k}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length or lengths[k]:.2f} "
-                    f"tokens per round; if it is from another text, add its tokens per round, as in k{k}={speed:g}@3.2."
-                )
-        return calibrated(partial(load.ratio, self.batch / self.plain), points)
+        _ = self.error
 
 
 SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([BM])", re.IGNORECASE)
@@ -347,3 +329,20 @@ PARTS: dict[str, Callable[[str], Any]] = {
     **{f"k{k}": partial(_point, k) for k in range(1, MOST_DRAFTS + 1)},
 }
 USAGE = "on=H100 target=7B batch=8 context=8k weights=fp8 plain=38tok/s k3=61tok/s"
+
+
+def parse(text: str) -> dict[str, Any]:
+    """What was typed, as fields of Workload, with the words for `target` and `drafter`. Raises UserError."""
+    values: dict[str, Any] = {}
+    for word in split_words(text):
+        name, _, value = word.partition("=")
+        if not value:
+            raise UserError(f"'{word}' is not NAME=VALUE, as in {USAGE}.")
+        name = check_choice(name.lower(), tuple(PARTS), "part")
+        values[name] = PARTS[name](value)
+    points = {k: values.pop(f"k{k}") for k in range(1, MOST_DRAFTS + 1) if f"k{k}" in values}
+    if "on" not in values:
+        raise UserError(f"on= is missing: name a device, one of {', '.join(DEVICES)}.")
+    if points and "plain" not in values:
+        raise UserError("a speed with drafts needs plain=, the measured speed of the target alone beside it.")
+    return values | {"device": values.pop("on"), "points": points}
