@@ -79,7 +79,6 @@ class Cell:
     device: str
     model: str
     drafter: str
-    size: float
     text: str
     weights: str
     batch: int
@@ -117,7 +116,7 @@ class Cell:
         """With the measured speed of the target alone, or without."""
         known = (self.plain or None) if measured else None
         options = {"weights": self.weights, "plain": known, "constants": constants}
-        return Workload(MODELS[self.model], self.size, self.device, self.batch, self.context, **options)
+        return Workload(MODELS[self.model], self.device, self.batch, self.context, **options)
 
 
 def read_cells(path: Path = HERE / "published.csv") -> list[Cell]:
@@ -125,7 +124,6 @@ def read_cells(path: Path = HERE / "published.csv") -> list[Cell]:
         return [
             Cell(
                 *(row[name] for name in ("source", "device", "model", "drafter")),
-                float(row["drafter_billions"] or 0) * 1e9,
                 *(row[name] for name in ("text", "weights")),
                 *(int(row[name]) for name in ("batch", "context", "k")),
                 *(float(row[name] or 0) for name in ("length", "tokens_per_second", "plain")),

@@ -44,7 +44,7 @@ from utils.commands.shared.result_tables import (
     rate_of,
 )
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Finding, Progress, ReportEvent
+from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation
@@ -162,18 +162,17 @@ THERE = ResultTable(
 
 def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     last, run, job = _replayed(context, (LOADED,))
-    target, drafter, word = job.pair.target, job.pair.drafter, values.pop("target", "")
-    if drafter is None:
+    pair, word = job.pair, values.pop("target", "")
+    if pair.drafter is None:
         raise UserError("a drafter is needed: load one with /load.")
-    if not isinstance(drafter, StepwiseDrafter) and len(values["points"]) < 2:
+    if not isinstance(pair.drafter, StepwiseDrafter) and len(values["points"]) < 2:
         raise UserError("published figures are of heads, such as EAGLE: load one, or give plain=, k3= and k7=.")
-    shape = Shape.named(word) if word else Shape.of_config(target.config.to_dict())
-    theirs, ours = (sum(weights.numel() for weights in model.parameters()) for model in (drafter, target))
-    load = Workload(shape, values.pop("drafter", shape.stored * theirs / ours), **values)
+    load = Workload(Shape.named(word) if word else Shape.of_config(pair.target.config.to_dict()), **values)
     load.check()  # raises UserError before anything is replayed
     strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
     events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
-    return [THERE.report("whatif on", last.text, job.settings, events, conclude=partial(_there, load))]
+    title, conclude = f'/whatif on={load.device} of "{shortened(last.text)}"', partial(_there, load)
+    return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
 
 
 def _predicted(load: Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
@@ -185,9 +184,10 @@ def _predicted(load: Workload, replayed: Iterator[GammaRounds | Progress]) -> It
             lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
     ratio = load.ratio(lengths)
     for gamma, length in lengths.items():
-        row = {"device": load.device, "gamma": gamma, "tokens_per_round": length, "speedup": length / ratio(gamma)}
-        speed = load.plain and load.plain * row["speedup"]
-        yield THERE.finding(row | {"interval": load.error.interval(row["speedup"]), "tokens_per_second": speed})
+        speedup = length / ratio(gamma)
+        there = {"device": load.device, "speedup": speedup, "interval": load.error.interval(speedup)}
+        speed = None if load.plain is None else load.plain * speedup
+        yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
 
 
 def _there(load: Workload, findings: Sequence[Finding]) -> list[str]:
@@ -203,8 +203,8 @@ def _there(load: Workload, findings: Sequence[Finding]) -> list[str]:
         f"{count_of(error.cells, 'prediction')} for {error.series} series of published figures.",
         _alone(load),
         f"Replayed, exact for this text: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
-        f"Assumed: {load.shape.stored / 1e9:.3g} billion parameters, drafter {load.drafter / 1e9:.2g}, {load.weights}, "
-        f"batch {load.batch}, context {load.context}, {DEVICES[load.device].bandwidth / 1e12:g} TB/s.",
+        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters, a head of {load.shape.head / 1e9:.2g}, "
+        f"{load.weights}, batch {load.batch}, context {load.context}, {DEVICES[load.device].bandwidth / 1e12:g} TB/s.",
     ]
 
 

@@ -34,7 +34,7 @@ DEVICES = {
     "H200": Device(4.8e12, 141e9, f"{NVIDIA}h200"),
     "H100": Device(3.35e12, 80e9, f"{NVIDIA}h100 (SXM)"),
     "H100-PCIe": Device(2.0e12, 80e9, f"{NVIDIA}h100 (PCIe, data sheet of 2022)"),
-    "H20": Device(4.0e12, 96e9, "docs of SGLang and Qwen (96 GB); 4.0 TB/s"),
+    "H20": Device(4.0e12, 96e9, "willitrunai.com/es/gpus/h20-96gb"),
     "A100": Device(2.039e12, 80e9, f"{NVIDIA}a100 (SXM, 80 GB)"),
     "A100-40GB": Device(1.555e12, 40e9, f"{NVIDIA}a100 (40 GB)"),
     "L40S": Device(0.864e12, 48e9, f"{NVIDIA}l40s"),
@@ -57,7 +57,7 @@ UNSUPPORTED = ("kv_lora_rank", "interleave_moe_layer_step", "full_attention_inte
 
 def woken(experts: int, active: int, rows: float) -> float:
     """The expected number of experts that `rows` independent tokens need, if each needs `active` of them."""
-    return experts * (1 - (1 - active / experts) ** rows)
+    return float(experts * (1 - (1 - active / experts) ** rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,11 @@ class Shape:
     @property
     def kind(self) -> str:
         return "experts" if self.experts else "dense"
+
+    @property
+    def head(self) -> float:
+        """Parameters of a drafter for it, about as in published EAGLE heads."""
+        return float(0.1e9 * (self.always / 1e9) ** 0.55)
 
     def read(self, rows: float) -> float:
         return self.always + (self.expert * woken(self.experts, self.active, rows) if self.experts else 0.0)
@@ -113,11 +118,10 @@ class Shape:
     @classmethod
     def named(cls, word: str) -> Self:
         """From a size, a config.json or its folder, or a downloaded model. Raises UserError for anything else."""
-        if SIZE.fullmatch(word):
-            return cls(_size(word), _size(word))
-        name, _, revision = word.partition("@")
+        if (match := SIZE.fullmatch(word)) and float(match[1]):
+            return cls(float(match[1]) * 1e9, float(match[1]) * 1e9)
         path = parse_path(word)
-        folder = path if path.exists() else cached_folder(name, revision or None)
+        folder = path if path.exists() else cached_folder(word, None)
         file = folder / "config.json" if folder and folder.is_dir() else folder
         if file is None or not file.is_file():
             raise UserError(f"'{word}' is not a size such as 7B, a config.json, its folder, or a model on this disk.")
@@ -158,29 +162,26 @@ class Error(NamedTuple):
 # Both come from tests/benchmarks/predictor.py. A key is the kind of target and the number of measured speeds: of the
 # target alone, and with up to two numbers of drafts. ALONE stands for predicting the first of them.
 ALONE = -1
-FITTED = Constants(fixed=1.45e-3, share=0.712, per_round=0.405e-3, per_draft=0.209e-3, alike=0.30)
+FITTED = Constants(fixed=1.45e-3, share=0.712, per_round=0.258e-3, per_draft=0.300e-3, alike=0.30)
 ERRORS = {
     ("dense", ALONE): Error(0.210, 0.722, 64, 17),
-    ("dense", 0): Error(0.062, 0.188, 48, 5),
-    ("dense", 1): Error(0.050, 0.184, 110, 12),
-    ("dense", 2): Error(0.030, 0.081, 1742, 10),
+    ("dense", 0): Error(0.088, 0.377, 48, 5),
+    ("dense", 1): Error(0.071, 0.214, 110, 12),
+    ("dense", 2): Error(0.026, 0.085, 1742, 10),
     ("dense", 3): Error(0.016, 0.111, 1596, 4),
     ("experts", ALONE): Error(0.747, 9.857, 8, 2),
-    ("experts", 1): Error(0.073, 0.495, 144, 10),
-    ("experts", 2): Error(0.070, 0.249, 2592, 9),
+    ("experts", 1): Error(0.068, 0.491, 144, 10),
+    ("experts", 2): Error(0.071, 0.255, 2592, 9),
     ("experts", 3): Error(0.067, 0.232, 2442, 8),
 }
 MOST_ERROR = 0.25  # median error above which nothing is predicted
 # What the published cells cover: requests at once, drafts per round, and keys and values as a part of what is read.
-BATCH, MOST_DRAFTS, MOST_CACHE = WholeRange(1, 10), 7, 0.11
+BATCH, MOST_DRAFTS, MOST_CACHE = WholeRange(1, 10), 7, 0.12
 
 
-Ratio = Callable[[int], float]  # r(k): a round with k drafts over a decode step
-
-
-def calibrated(prior: Ratio, points: Mapping[int, float]) -> Ratio:
-    """r(k) through up to two measured points: one scales the extra time of the model, two make r(k) = a + c k. A round
-    is never shorter than a decode step.
+def calibrated(prior: Callable[[int], float], points: Mapping[int, float]) -> Callable[[int], float]:
+    """r(k), a round with k drafts over a decode step, through up to two measured points: one scales the extra time of
+    the model, two make r(k) = a + c k. A round is never shorter than a decode step.
     """
     match sorted(points.items()):
         case [(k, measured)]:
@@ -192,14 +193,13 @@ def calibrated(prior: Ratio, points: Mapping[int, float]) -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What runs there: a target, the parameters of its drafter, and requests of this context length in a batch.
+    """What runs there: a target with a head that drafts, and requests of this context length in a batch.
 
     `plain` is the measured speed of the target alone for all requests together, and `points` has those by the number
     of drafts, each with its tokens per round if they are not those of this text.
     """
 
     shape: Shape
-    drafter: float
     device: str = ""
     batch: int = 1
     context: int = CONTEXT
@@ -220,7 +220,7 @@ class Workload:
 
     @property
     def bytes_needed(self) -> float:
-        return WEIGHTS[self.weights] * (self.shape.stored + self.drafter) + self.cache
+        return WEIGHTS[self.weights] * (self.shape.stored + self.shape.head) + self.cache
 
     @property
     def step(self) -> float:
@@ -233,11 +233,11 @@ class Workload:
         """r(k) without a measured point."""
         fitted, step = self.constants, self.step
         fixed = min(step, fitted.fixed)
-        passes = self.bytes_read(drafts) + drafts * WEIGHTS[self.weights] * self.drafter
+        passes = self.bytes_read(drafts) + drafts * WEIGHTS[self.weights] * self.shape.head
         reading = (step - fixed) * passes / self.bytes_read()
         return (fixed + reading + fitted.per_round + drafts * fitted.per_draft) / step
 
-    def ratio(self, lengths: Mapping[int, float]) -> Ratio:
+    def ratio(self, lengths: Mapping[int, float]) -> Callable[[int], float]:
         """r(k) if rounds with k drafts have these lengths. Raises UserError for a measured speed that cannot be."""
         points = {}
         for k, (speed, given) in self.points.items():
@@ -246,17 +246,18 @@ class Workload:
             if points[k] <= 1:
                 raise UserError(
                     f"k{k}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length:.2f} tokens "
-                    f"per round; one from another text needs its own tokens per round: k{k}={speed:g}@{length:.1f}."
+                    f"per round; one from another text needs its own tokens per round: k{k}={speed:g}@LENGTH."
                 )
         return calibrated(self.prior, points)
 
     @property
-    def known(self) -> str:
-        return f"{self.shape.kind} targets with {count_of(self.speeds, 'measured speed')}"
+    def speeds(self) -> int:
+        """The number of measured speeds."""
+        return len(self.points) + (self.plain is not None)
 
     @property
-    def speeds(self) -> int:
-        return len(self.points) + (self.plain is not None)
+    def known(self) -> str:
+        return f"{self.shape.kind} targets with {count_of(self.speeds, 'measured speed')}"
 
     @property
     def error(self) -> Error:
@@ -289,14 +290,8 @@ class Workload:
         _ = self.error
 
 
-SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([BM])", re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)B", re.IGNORECASE)
 SPEED = RealRange("tokens/s", 0, 1e9, excludes_low=True)
-
-
-def _size(text: str) -> float:
-    if not (match := SIZE.fullmatch(text)) or not float(match[1]):
-        raise UserError(f"'{text}' is not a size: write it as 0.4B or 400M.")
-    return float(match[1]) * {"B": 1e9, "M": 1e6}[match[2].upper()]
 
 
 def _speed(text: str) -> float:
@@ -321,7 +316,6 @@ def _device(text: str) -> str:
 PARTS: dict[str, Callable[[str], Any]] = {
     "on": _device,
     "target": str,
-    "drafter": _size,
     "batch": BATCH.parse,
     "context": _context,
     "weights": lambda text: check_choice(text.lower(), tuple(WEIGHTS), "format"),
