@@ -7,7 +7,7 @@ utils/commands/experiments/other_hardware.py. A test recomputes both.
 import csv
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -247,19 +247,23 @@ def errors(cells: Sequence[Cell]) -> dict[tuple[str, int], Error]:
     return found
 
 
+def table(found: Mapping[tuple[str, int], Error]) -> list[str]:
+    """The table of the README."""
+    lines = [
+        "| targets | measured speeds | median | 90th percentile | predictions | series |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, speeds), (median, high, count, series) in sorted(found.items()):
+        known = "target-only itself" if speeds == ALONE else str(speeds)
+        lines.append(f"| {kind} | {known} | {median:.1%} | {high:.1%} | {count} | {series} |")
+    return lines
+
+
 def main() -> None:
     used, left_out = sound(read_cells())
     found = errors(used)
     lines = [f"{len(used)} cells used, {len(left_out)} left out: {', '.join({cell.model for cell in left_out})}"]
-    lines += [str(fit(used)), *(f"    {name}: {error}," for name, error in sorted(found.items()))]
-    lines += [
-        "",
-        "| target | measured speeds | median | 90th percentile | predictions | series |",
-        "|---|---|---|---|---|---|",
-    ]
-    for (kind, speeds), error in sorted(found.items()):
-        known = "target-only itself" if speeds == ALONE else str(speeds)
-        lines.append(f"| {kind} | {known} | {error.median:.1%} | {error.high:.1%} | {error.cells} | {error.series} |")
+    lines += [str(fit(used)), *(f"    {name}: {error}," for name, error in sorted(found.items())), "", *table(found)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

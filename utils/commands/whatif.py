@@ -10,18 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from utils.commands.experiments.other_hardware import (
-    ALONE,
-    DEVICES,
-    ERRORS,
-    MOST_DRAFTS,
-    MOST_ERROR,
-    PARTS,
-    USAGE,
-    Shape,
-    Workload,
-    parse,
-)
+from utils.commands.experiments import other_hardware as elsewhere
 from utils.commands.experiments.speed_model import (
     GammaRounds,
     TargetTiming,
@@ -72,7 +61,7 @@ TABLE = ResultTable(
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
     if argument:
-        return _elsewhere(parse(argument), context)
+        return _elsewhere(elsewhere.parse(argument), context)
     harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
     events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
@@ -154,7 +143,7 @@ def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
 
 THERE = ResultTable(
     figure("gamma", "gamma"),
-    figure("predicted speed-up", "speedup", "{:.2f}x"),
+    figure("predicted speed-up", "predicted_speedup", "{:.2f}x"),
     ResultColumn("interval", lambda row: "{:.2f}x to {:.2f}x".format(*row["interval"])),
     figure("predicted tokens/s", "tokens_per_second", "{:,.1f}", drop=1),
 )
@@ -167,7 +156,8 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
         raise UserError("a drafter is needed: load one with /load.")
     if not isinstance(pair.drafter, StepwiseDrafter) and len(values["points"]) < 2:
         raise UserError("published figures are of heads, such as EAGLE: load one, or give plain=, k3= and k7=.")
-    load = Workload(Shape.named(word) if word else Shape.of_config(pair.target.config.to_dict()), **values)
+    shape = elsewhere.Shape.named(word) if word else elsewhere.Shape.of_config(pair.target.config.to_dict())
+    load = elsewhere.Workload(shape, **values)
     load.check()  # raises UserError before anything is replayed
     strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
     events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
@@ -175,46 +165,46 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
 
 
-def _predicted(load: Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
+def _predicted(load: elsewhere.Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
     lengths: dict[int, float] = {}
     for event in replayed:
         if isinstance(event, Progress):
             yield event
-        elif event.gamma is not None and 1 <= event.gamma <= MOST_DRAFTS:
+        elif event.gamma is not None and 1 <= event.gamma <= elsewhere.MOST_DRAFTS:
             lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
     ratio = load.ratio(lengths)
     for gamma, length in lengths.items():
         speedup = length / ratio(gamma)
-        there = {"device": load.device, "speedup": speedup, "interval": load.error.interval(speedup)}
+        there = {"device": load.device, "predicted_speedup": speedup, "interval": load.error.interval(speedup)}
         speed = None if load.plain is None else load.plain * speedup
         yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
 
 
-def _there(load: Workload, findings: Sequence[Finding]) -> list[str]:
+def _there(load: elsewhere.Workload, findings: Sequence[Finding]) -> list[str]:
     """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
     rows, error = figures_of(findings), load.error
-    best, lengths = max(rows, key=lambda row: float(row["speedup"])), [f"{row['tokens_per_round']:.2f}" for row in rows]
-    low, high = best["interval"]
-    says = f"best with gamma {best['gamma']}, predicted {best['speedup']:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
-    says = says if best["speedup"] >= MIN_GAIN else "no gamma is predicted to be faster than target-only"
+    lengths, bandwidth = [f"{row['tokens_per_round']:.2f}" for row in rows], elsewhere.DEVICES[load.device].bandwidth
+    best = max(rows, key=lambda row: float(row["predicted_speedup"]))
+    speedup, (low, high) = best["predicted_speedup"], best["interval"]
+    found = f"best with gamma {best['gamma']}, predicted {speedup:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
     return [
-        f"{load.device}: {says}.",
+        f"{load.device}: {found if speedup >= MIN_GAIN else 'no gamma is predicted to be faster than target-only'}.",
         f"Error for {load.known}: median {error.median:.0%}, 90th percentile {error.high:.0%} (the interval), by "
         f"{count_of(error.cells, 'prediction')} for {error.series} series of published figures.",
         _alone(load),
         f"Replayed, exact for this text: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
-        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters, a head of {load.shape.head / 1e9:.2g}, "
-        f"{load.weights}, batch {load.batch}, context {load.context}, {DEVICES[load.device].bandwidth / 1e12:g} TB/s.",
+        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters, head of {load.shape.head / 1e9:.2g}, "
+        f"{load.weights}, batch {load.batch}, context {load.context}, {bandwidth / 1e12:g} TB/s.",
     ]
 
 
-def _alone(load: Workload) -> str:
+def _alone(load: elsewhere.Workload) -> str:
     """The measured speeds as they were given, or the predicted one of the target alone."""
     if load.plain is not None:
         points = (f", k{k} {speed:g}" for k, (speed, _) in load.points.items())
         return f"Measured, as given: plain {load.plain:g}{''.join(points)} tokens/s."
-    error, speed = ERRORS[load.shape.kind, ALONE], load.batch / load.step
-    if error.median > MOST_ERROR:
+    error, speed = elsewhere.ERRORS[load.shape.kind, elsewhere.ALONE], load.batch / load.step
+    if error.median > elsewhere.MOST_ERROR:
         return f"The speed of the target alone is not predicted: {error.reason}."
     low, high = error.interval(speed)
     return f"Target-only: predicted {speed:,.0f} tokens/s ({low:,.0f} to {high:,.0f}); median error {error.median:.0%}."
@@ -229,8 +219,8 @@ WHATIF = Command(
     rank=4,
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
     "decoding again. With on=DEVICE, the speed-up on other hardware, with the error of such predictions.",
-    syntax=("/whatif", f"/whatif {USAGE}"),
-    words={f"{name}=": "" for name in PARTS} | {f"on={name}": "" for name in DEVICES},
+    syntax=("/whatif", f"/whatif {elsewhere.USAGE}"),
+    words={f"{name}=": "" for name in elsewhere.PARTS} | {f"on={name}": "" for name in elsewhere.DEVICES},
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
 )
 

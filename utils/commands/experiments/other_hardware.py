@@ -265,9 +265,7 @@ class Workload:
         error = ERRORS.get((self.shape.kind, self.speeds))
         if error and error.median <= MOST_ERROR:
             return error
-        reason = (
-            error.reason if error else "no published figures show the error: give plain=, and at most two of k1=, ..."
-        )
+        reason = error.reason if error else "no published figures show the error: give plain=, and up to two of k1= ..."
         raise UserError(f"nothing is predicted for {self.known}, because {reason}.")
 
     def check(self) -> None:
@@ -291,11 +289,10 @@ class Workload:
 
 
 SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)B", re.IGNORECASE)
-SPEED = RealRange("tokens/s", 0, 1e9, excludes_low=True)
 
 
 def _speed(text: str) -> float:
-    return SPEED.parse(re.sub("tok(ens)?/s$", "", text))
+    return RealRange("tokens/s", 0, 1e9, excludes_low=True).parse(re.sub("tok(ens)?/s$", "", text))
 
 
 def _point(k: int, text: str) -> tuple[float, float | None]:
@@ -326,7 +323,7 @@ USAGE = "on=H100 target=7B batch=8 context=8k weights=fp8 plain=38tok/s k3=61tok
 
 
 def parse(text: str) -> dict[str, Any]:
-    """What was typed, as fields of Workload, with the words for `target` and `drafter`. Raises UserError."""
+    """The fields of Workload that were typed, and the word for `target`. Raises UserError for anything else."""
     values: dict[str, Any] = {}
     for word in split_words(text):
         name, _, value = word.partition("=")
