@@ -212,7 +212,7 @@ def _alone(load: elsewhere.Workload) -> str:
 
 WHATIF = Command(
     "whatif",
-    "[on=DEVICE ...]",
+    "[on=DEVICE]",
     "the predicted speed of every gamma",
     _whatif,
     group="does it help?",
