@@ -192,7 +192,7 @@ def _there(load: elsewhere.Workload, findings: Sequence[Finding]) -> list[str]:
         f"Error for {load.known}: median {error.median:.0%}, 90th percentile {error.high:.0%} (the interval), by "
         f"{count_of(error.cells, 'prediction')} for {error.series} series of published figures.",
         _alone(load),
-        f"Replayed, exact for this text: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
+        f"Replayed, exact for this text alone: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
         f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters, head of {load.shape.head / 1e9:.2g}, "
         f"{load.weights}, batch {load.batch}, context {load.context}, {bandwidth / 1e12:g} TB/s.",
     ]
