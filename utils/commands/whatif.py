@@ -1,19 +1,24 @@
 """/why and /whatif: how the last prompt spent its time and what limits its speed-up, and every draft length predicted.
 
 /why has the times of the prompt's own runs. For /whatif, rounds and acceptance come from the decoding loop itself, run
-over what the drafters propose along the finished text (sampling.counterfactual), and times from the measured costs.
+over what the drafters propose along the finished text (sampling.counterfactual), and times from the measured costs,
+or with on=DEVICE from a model of other hardware.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from utils.commands.experiments import other_hardware as elsewhere
 from utils.commands.experiments.speed_model import (
+    GammaRounds,
     TargetTiming,
     bottleneck,
     draft_figures,
     gamma_text,
     predictions,
+    replay_events,
     target_run,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
@@ -28,10 +33,12 @@ from utils.commands.shared.result_tables import (
     rate_of,
 )
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Finding, Progress, ReportEvent
+from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation
+from utils.models.feature_drafter import StepwiseDrafter
+from utils.pairs.request import LOADED
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
@@ -53,18 +60,26 @@ TABLE = ResultTable(
 
 
 def _whatif(argument: str, context: CommandContext) -> Outcome:
+    if argument:
+        return _elsewhere(elsewhere.parse(argument), context)
+    harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
+    drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
+    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
+    return [TABLE.report("whatif", last.text, job.settings, events, conclude=conclude)]
+
+
+def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastPrompt, Generation, Job]:
+    """The last prompt, its target's run and the job to replay. Raises UserError if there is nothing to replay."""
     last, harness = context.harness.last(), context.harness
     run = target_run(last)
     TargetTiming.of(run)  # raises UserError before anything is replayed
     # The text was generated with the old settings; the drafters along it may be chosen anew.
-    settings = replace(last.job.settings, drafter_kind=context.settings.drafter_kind, costs=context.settings.costs)
+    settings = replace(last.job.settings, drafter_kind=kinds, costs=context.settings.costs)
     job = harness.job(last.job.prompt, settings, last.job.history)
     if not settings.reset_in_between:
         # A real run would start from the session's storage, which may already contain this text.
         job = replace(job, storage=harness.state.storage, caches=harness.state.caches)
-    drafting = [strategy for strategy in harness.runnable(settings) if strategy.drafts]
-    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
-    return [TABLE.report("whatif", last.text, settings, events, conclude=conclude)]
+    return last, run, job
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
@@ -126,15 +141,86 @@ def best_gamma(rows: Sequence[Row]) -> tuple[str, Row | None]:
     )
 
 
+THERE = ResultTable(
+    figure("gamma", "gamma"),
+    figure("predicted speed-up", "predicted_speedup", "{:.2f}x"),
+    ResultColumn("interval", lambda row: "{:.2f}x to {:.2f}x".format(*row["interval"])),
+    figure("predicted tokens/s", "tokens_per_second", "{:,.1f}", drop=1),
+)
+
+
+def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
+    last, run, job = _replayed(context, (LOADED,))
+    pair, word = job.pair, values.pop("target", "")
+    if pair.drafter is None:
+        raise UserError("a drafter is needed: load one with /load.")
+    if not isinstance(pair.drafter, StepwiseDrafter) and len(values["points"]) < 2:
+        raise UserError("published figures are of heads, such as EAGLE: load one, or give plain=, k3= and k7=.")
+    shape = elsewhere.Shape.named(word) if word else elsewhere.Shape.of_config(pair.target.config.to_dict())
+    load = elsewhere.Workload(shape, **values)
+    load.check()  # raises UserError before anything is replayed
+    strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
+    events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
+    title, conclude = f'/whatif on={load.device} of "{shortened(last.text)}"', partial(_there, load)
+    return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
+
+
+def _predicted(load: elsewhere.Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
+    lengths: dict[int, float] = {}
+    for event in replayed:
+        if isinstance(event, Progress):
+            yield event
+        elif event.gamma is not None and 1 <= event.gamma <= elsewhere.MOST_DRAFTS:
+            lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
+    ratio = load.ratio(lengths)
+    for gamma, length in lengths.items():
+        speedup = length / ratio(gamma)
+        there = {"device": load.device, "predicted_speedup": speedup, "interval": load.error.interval(speedup)}
+        speed = None if load.plain is None else load.plain * speedup
+        yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
+
+
+def _there(load: elsewhere.Workload, findings: Sequence[Finding]) -> list[str]:
+    """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
+    rows, error = figures_of(findings), load.error
+    lengths, bandwidth = [f"{row['tokens_per_round']:.2f}" for row in rows], elsewhere.DEVICES[load.device].bandwidth
+    best = max(rows, key=lambda row: float(row["predicted_speedup"]))
+    speedup, (low, high) = best["predicted_speedup"], best["interval"]
+    found = f"best with gamma {best['gamma']}, predicted {speedup:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
+    return [
+        f"{load.device}: {found if speedup >= MIN_GAIN else 'no gamma is predicted to be faster than target-only'}.",
+        f"Error for {load.known}: median {error.median:.0%}, 90th percentile {error.high:.0%} (the interval), by "
+        f"{count_of(error.cells, 'prediction')} for {error.series} series of published figures.",
+        _alone(load),
+        f"Replayed, exact for this text alone: {', '.join(lengths)} tokens per round with gamma 1, 2, ...",
+        f"Assumed: a target of {load.shape.stored / 1e9:.3g} billion parameters, head of {load.shape.head / 1e9:.2g}, "
+        f"{load.weights}, batch {load.batch}, context {load.context}, {bandwidth / 1e12:g} TB/s.",
+    ]
+
+
+def _alone(load: elsewhere.Workload) -> str:
+    """The measured speeds as they were given, or the predicted one of the target alone."""
+    if load.plain is not None:
+        points = (f", k{k} {speed:g}" for k, (speed, _) in load.points.items())
+        return f"Measured, as given: plain {load.plain:g}{''.join(points)} tokens/s."
+    error, speed = elsewhere.ERRORS[load.shape.kind, elsewhere.ALONE], load.batch / load.step
+    if error.median > elsewhere.MOST_ERROR:
+        return f"The speed of the target alone is not predicted: {error.reason}."
+    low, high = error.interval(speed)
+    return f"Target-only: predicted {speed:,.0f} tokens/s ({low:,.0f} to {high:,.0f}); median error {error.median:.0%}."
+
+
 WHATIF = Command(
     "whatif",
-    "",
+    "[on=DEVICE]",
     "the predicted speed of every gamma",
     _whatif,
     group="does it help?",
     rank=4,
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
-    "decoding again.",
+    "decoding again. With on=DEVICE, the speed-up on other hardware, with the error of such predictions.",
+    syntax=("/whatif", f"/whatif {elsewhere.USAGE}"),
+    words={f"{name}=": "" for name in elsewhere.PARTS} | {f"on={name}": "" for name in elsewhere.DEVICES},
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
 )
 
