@@ -33,7 +33,7 @@ from itertools import chain
 from pathlib import Path
 
 from utils.commands import Registry, default_registry
-from utils.comparison.records import RecordFile
+from utils.comparison.records import RecordFile, read_records
 from utils.config.settings import Settings, apply_typed, flag_settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
@@ -87,14 +87,16 @@ def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[str], *,
 
     In an interactive session a failed or interrupted line ends nothing.
     """
-    failed = False
+    ended = set[Verdict]()
     for verdict in chain(map(session.handle, lines), map(session.send, prompts)):
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
             return 130
-        failed = failed or verdict is Verdict.FAILED
-    return 1 if failed and not interactive else 0
+        ended.add(verdict)
+    if interactive or not ended & {Verdict.FAILED, Verdict.UNDECIDED}:
+        return 0
+    return 1 if Verdict.FAILED in ended else 3
 
 
 def lines_for(
@@ -118,6 +120,8 @@ def lines_for(
 
 def given_prompts(arguments: argparse.Namespace) -> list[str]:
     """The prompts of the command line and of --prompts. Raises UserError for a file that cannot be read."""
+    if arguments.gate is not None:
+        read_records(Path(arguments.gate))  # as below
     if arguments.verdict not in (None, "", "builtin"):
         read_prompts(Path(arguments.verdict))  # read again by /verdict; an error must not wait for the models
     texts = [arguments.prompt] if arguments.prompt is not None else []
@@ -125,8 +129,8 @@ def given_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 130 if
-    interrupted.
+    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 3 if a gate could
+    not decide, 130 if interrupted.
     """
     arguments = parse_arguments(argv)
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))

@@ -77,8 +77,12 @@ class Verdict(Enum):
 
     DONE = auto()
     FAILED = auto()
+    UNDECIDED = auto()
     INTERRUPTED = auto()
     QUIT = auto()
+
+
+STATUSES = {0: Verdict.DONE, 1: Verdict.FAILED, 3: Verdict.UNDECIDED}  # of reports
 
 
 def explain_error(renderer: Renderer, error: Exception) -> None:
@@ -214,7 +218,7 @@ class Runner:
             self.renderer.end_progress()
             if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
-        return Verdict.DONE if finished else Verdict.INTERRUPTED
+        return STATUSES[report.status(findings)] if finished else Verdict.INTERRUPTED
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         pair = self.harness.loaded
@@ -466,14 +470,13 @@ class ReplSession:
         if self._nested_files >= MAX_NESTED_FILES:
             raise UserError(f"At most {MAX_NESTED_FILES} files may /run each other: does one of them run itself?")
         self._nested_files += 1
-        failed = False
+        ended = set[Verdict]()
         try:
             for line in lines:
                 self._renderer.note(f"> {line}")
-                verdict = self.handle(line)
+                ended.add(verdict := self.handle(line))
                 if verdict in (Verdict.QUIT, Verdict.INTERRUPTED):
                     return verdict
-                failed = failed or verdict is Verdict.FAILED
         finally:
             self._nested_files -= 1
-        return Verdict.FAILED if failed else Verdict.DONE
+        return next((one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended), Verdict.DONE)
