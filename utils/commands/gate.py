@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, variance
 from typing import Any
 
-from utils.bounds import GATE_REPEATS, TOLERANCE
+from utils.bounds import GATE_REPEATS, MOST_REPEATS, TOLERANCE
 from utils.commands.experiments.reruns import DIFFERENT, KEPT_STORAGE, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
@@ -130,7 +130,7 @@ class _Evidence:
         repeats = len(self.passes)
         now = fmean(map(variance, spread)) / count / repeats if repeats > 1 else total / 2
         left = total * needed**2 - max(0.0, total - now)
-        if left > 0 and (more := ceil(repeats * now / left) - repeats) <= GATE_REPEATS.high - repeats:
+        if left > 0 and (more := ceil(repeats * now / left) - repeats) <= MOST_REPEATS - repeats:
             return f"about {count_of(max(1, more), 'more repeat')} would do (--repeats {repeats + max(1, more)})"
         if needed and (more := ceil(count / needed**2)) <= 20 * count:
             return f"more repeats would not do, but about {more} recorded runs instead of {count}"
@@ -330,7 +330,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _gate(argument: str, context: CommandContext) -> Outcome:
-    match = re.fullmatch(r"(.*?)(?:\s+tolerance=(\S+?)%?)?(?:\s+x(\d\S*))?", argument, re.DOTALL)
+    match = re.fullmatch(r"(.*?)(?:\s+(\d\S*)%)?(?:\s+x(\d\S*))?", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
     name, percent, repeats = match.groups()
     file = read_records(path_in(name, "/gate runs.jsonl"))
@@ -352,12 +352,13 @@ def _gate(argument: str, context: CommandContext) -> Outcome:
 
 GATE = Command(
     "gate",
-    "FILE [tolerance=5%] [xN]",
+    "FILE [P%] [xN]",
     "are recorded runs slower, or worse?",
     _gate,
     group="checks",
     about="Run the records of a --json file again, at most N times (5), until it is clear whether their speed-up over "
-    "target-only is lower than the tolerance allows. Fewer accepted drafts, and other texts where equal ones are "
+    "target-only is lower by more than P % (5)."
+    " Fewer accepted drafts, and other texts where equal ones are "
     "guaranteed, count as well. infer.py --gate FILE has the exit status 0, 1 (worse) or 3 (not distinguishable).",
     example=("> /gate runs.jsonl x3", "gate: passed (tolerance 5 %): speculative 0.998 of the recorded speed-up ..."),
     files=("",),

@@ -162,7 +162,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.gate is not None:
-        options = [f" tolerance={arguments.tolerance}%"] * (arguments.tolerance is not None)
+        options = [f" {arguments.tolerance:g}%"] * (arguments.tolerance is not None)
         options += [f" x{arguments.repeats}"] * (arguments.repeats is not None)
         arguments.lines = [*arguments.lines, f"/gate {arguments.gate}{''.join(options)}"]
     elif arguments.tolerance is not None or arguments.repeats is not None:
@@ -202,10 +202,8 @@ def flag_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
-tolerance_flag, repeats_flag = (
-    flag_type(lambda text: TOLERANCE.parse(text.removesuffix("%"))),
-    flag_type(GATE_REPEATS.parse),
-)
+tolerance_flag = flag_type(lambda text: TOLERANCE.parse(text.removesuffix("%")))
+repeats_flag = flag_type(GATE_REPEATS.parse)
 
 
 def _parser() -> argparse.ArgumentParser:
