@@ -357,8 +357,7 @@ GATE = Command(
     _gate,
     group="checks",
     about="Run the records of a --json file again, at most N times (5), until it is clear whether their speed-up over "
-    "target-only is lower by more than P % (5)."
-    " Fewer accepted drafts, and other texts where equal ones are "
+    "target-only is lower by more than P % (5). Fewer accepted drafts, and other texts where equal ones are "
     "guaranteed, count as well. infer.py --gate FILE has the exit status 0, 1 (worse) or 3 (not distinguishable).",
     example=("> /gate runs.jsonl x3", "gate: passed (tolerance 5 %): speculative 0.998 of the recorded speed-up ..."),
     files=("",),

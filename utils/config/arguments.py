@@ -162,9 +162,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
     if arguments.gate is not None:
-        options = [f" {arguments.tolerance:g}%"] * (arguments.tolerance is not None)
-        options += [f" x{arguments.repeats}"] * (arguments.repeats is not None)
-        arguments.lines = [*arguments.lines, f"/gate {arguments.gate}{''.join(options)}"]
+        tolerance = "" if arguments.tolerance is None else f" {arguments.tolerance:g}%"
+        repeats = "" if arguments.repeats is None else f" x{arguments.repeats}"
+        arguments.lines = [*arguments.lines, f"/gate {arguments.gate}{tolerance}{repeats}"]
     elif arguments.tolerance is not None or arguments.repeats is not None:
         parser.error("--tolerance and --repeats belong to --gate FILE")
     if arguments.pair and (arguments.target or arguments.drafter):

@@ -212,11 +212,12 @@ def test_a_text_that_is_not_the_targets_fails(
 
 
 def test_records_that_cannot_run_fail_and_too_few_are_not_decided(view: Screen, tmp_path: Path, steady: Any) -> None:
-    file = recorded(view, tmp_path, "Hello")
-    verdict, rows, lines = gated(view, file)
-    assert verdict is Verdict.UNDECIDED and rows["ngram"]["runs"] == "1 x 1" and gate.RECORD_MORE in lines[0]
+    for count in (1, 4):
+        verdict, rows, lines = gated(view, recorded(view, tmp_path, *("Hello",) * count))
+        assert verdict is Verdict.UNDECIDED and rows["ngram"]["runs"] == f"{count} x 1" and gate.RECORD_MORE in lines[0]
+        (tmp_path / "runs.jsonl").unlink()
     verdict, rows, lines = gated(view, recorded(view, tmp_path, *LINES), pair=table_pair(drafter=False))
-    assert verdict is Verdict.FAILED and set(rows) == {"ngram", "target"} and "7 records could not run" in lines[-1]
+    assert verdict is Verdict.FAILED and set(rows) == {"ngram", "target"} and "6 records could not run" in lines[-1]
 
 
 def test_the_advice_on_repeats_suffices() -> None:
