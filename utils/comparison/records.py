@@ -307,8 +307,9 @@ class RecordedRun(NamedTuple):
     row: Record
 
     @property
-    def request(self) -> tuple[str, str]:
-        return self.row["prompt"], repr(self.row.get("history") or [])
+    def request(self) -> tuple[str, ...]:
+        fields = str(self.row["settings"].get("request", "none"))  # not in older records
+        return self.row["prompt"], repr(self.row.get("history") or []), fields
 
     @property
     def circumstances(self) -> Record:

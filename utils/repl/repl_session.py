@@ -6,7 +6,7 @@ this package load pairs, change settings, and run prompts and reports.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, partial
 from traceback import clear_frames
@@ -333,9 +333,9 @@ class ReplSession:
         # A lone word after a blank is sent without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
 
-    def send(self, text: str) -> Verdict:
-        """Run a prompt without changes, even if it looks like a command."""
-        return self._guarded(self._run_prompt, text)
+    def send(self, text: str, request: str = "") -> Verdict:
+        """Run a prompt without changes, even if it looks like a command. `request` has further fields of its own."""
+        return self._guarded(partial(self._run_prompt, request=request), text)
 
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
@@ -431,7 +431,7 @@ class ReplSession:
             self._renderer.progress(WARMING_UP)
         self._loaded.warming.finish()
 
-    def _run_prompt(self, text: str) -> Verdict:
+    def _run_prompt(self, text: str, request: str = "") -> Verdict:
         self._finish_warm_up()
         training = self.harness.state.training
         if training is not None and not training.is_running and not training.was_raced:
@@ -439,7 +439,8 @@ class ReplSession:
             race = drafter_race(self.harness, self.settings)
             if self._guarded(lambda _: self._race_drafters(race), text) is Verdict.INTERRUPTED:
                 return Verdict.INTERRUPTED
-        return self._runner.prompt(text, self.settings)
+        settings = self.settings
+        return self._runner.prompt(text, replace(settings, request=request) if request else settings)
 
     def _use_training(self, start: Callable[[], Training] | None) -> None:
         """End the present training, and start another one."""
