@@ -138,24 +138,25 @@ class _Evidence:
 
     def acceptance(self, floor: float) -> dict[str, Any]:
         """Accepted drafts per token: it is decided by counts where the texts are the same, since nothing is random."""
-        now, groups = self.passes[0], dict[Any, list[float]]()
-        totals, lengths = [0, 0], [0, 0]
-        for run in self.past:
-            sides = run.row, now[run.line].row
-            counts = [(row.get("accepted") or 0, len(row.get("token_ids") or ())) for row in sides]
-            if any(row.get("accepted") is None or not row.get("token_ids") for row in sides):
-                continue
-            for side, (accepted, length) in enumerate(counts):
-                totals[side] += accepted
-                lengths[side] += length
-            # Half a draft more, so that a text without accepted drafts has a logarithm.
-            one, other = ((accepted + 0.5) / length for accepted, length in counts)
-            groups.setdefault(run.request, []).append(other / one)
-        if not all(lengths) or not any(totals):
+        pairs = [(run, self.passes[0][run.line]) for run in self.past]
+        counted = [
+            pair
+            for pair in pairs
+            if all(run.row.get("token_ids") and run.row.get("accepted") is not None for run in pair)
+        ]
+        shares = [
+            sum(run.row["accepted"] for run in side) / sum(len(run.row["token_ids"]) for run in side)
+            for side in zip(*counted, strict=True)
+        ]
+        if not any(shares):
             return {"accepted": [None, None], "drafts": NOTHING}
-        shares = [total / length for total, length in zip(totals, lengths, strict=True)]
-        if all(_is_same(run, now[run.line]) for run in self.past):
+        if all(_is_same(*pair) for pair in pairs):
             return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
+        groups: dict[Any, list[float]] = {}
+        for pair in counted:
+            # Half a draft more, so that a text without accepted drafts has a logarithm.
+            one, other = ((run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair)
+            groups.setdefault(pair[0].request, []).append(other / one)
         return {"accepted": shares, "drafts": verdict_of(_interval(groups.values()), floor)}
 
     def texts(self) -> dict[str, Any]:
@@ -298,18 +299,16 @@ class _Gate:
         lines += [NOT_GATED, *problems] if problems else []
         lines += [DIFFERENT, *found] if (found := differences(self.matches)) else []
         refused = sum(map(len, self.refused.values()))
-        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused)]
-        # The target's own speed is only in the table, unless its texts or its line of records matter.
-        parts += [self._sentence(row) for row in rows if row["speed"] != REFERENCE or row["verdict"] == WORSE]
+        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
         return [*lines, f"gate: {WORDS[self.status(rows)]} (tolerance {self.percent:g} %): {'; '.join(parts)}."]
 
     def _sentence(self, row: Row) -> str:
         low, high = row["interval"] or (0.0, inf)
-        word = {WORSE: " is slower,", UNDECIDED: f" is {UNDECIDED},"}.get(row["speed"], "")
-        text = f"{row['strategy']}{word} {row['ratio']:.3f} of the recorded {row['by']} ({low:.3f} to {high:.3f})"
+        words = {WORSE: " is slower,", UNDECIDED: f" is {UNDECIDED},", REFERENCE: " is not gated,"}
+        name = f"{row['strategy']}{words.get(row['speed'], '')}"
+        text = f"{name} {row['ratio']:.3f} of the recorded {row['by']} ({low:.3f} to {high:.3f})"
         if row["drafts"] in (WORSE, UNDECIDED):
-            words = "fewer" if row["drafts"] == WORSE else "perhaps fewer"
-            text += f", {words} drafts accepted ({_accepted(row)} per token)"
+            text += f", {'perhaps ' * (row['drafts'] != WORSE)}fewer drafts accepted ({_accepted(row)} per token)"
         if lines := row["other_texts_in_lines"]:
             text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
         return text
