@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
+from recordings import before_each_run
 from tiny import tiny_tokenizer
 
+from utils.commands.verdicts.selection import race_of
 from utils.comparison.arms import request_maker
 from utils.config.settings import Settings
 from utils.errors import UserError
-from utils.prompts.conversation import prompt_ids
+from utils.prompts.conversation import Turn, prompt_ids
 from utils.prompts.prompt_files import Prompt, read_prompts
 from utils.prompts.request_fields import parse_request
 from utils.repl.repl_session import Verdict
@@ -75,10 +77,9 @@ def test_a_request_log_is_a_file_of_prompts(log: Path) -> None:
 
 def test_earlier_messages_come_before_the_conversation() -> None:
     request = parse_request(json.dumps({"messages": [{"role": "user", "content": "A"}]}))
-    ids = prompt_ids(tokenizer(), "B", chat=True, system="S", request=request)
-    assert tokenizer().decode(ids) == "".join(
-        f"<|im_start|>{part}<|im_end|>" for part in ("system:S", "user:A", "user:B")
-    )
+    ids = prompt_ids(tokenizer(), "B", chat=True, system="S", request=request, history=(Turn("C", "D"),))
+    parts = ("system:S", "user:A", "user:C", "assistant:D", "user:B")
+    assert tokenizer().decode(ids) == "".join(f"<|im_start|>{part}<|im_end|>" for part in parts)
 
 
 def test_servers_receive_the_fields(log: Path) -> None:
@@ -94,7 +95,9 @@ def test_servers_receive_the_fields(log: Path) -> None:
     assert "tools" not in ServerKind().body(request_maker(None, "x", Settings())(ServerKind(), nothing), "m")
 
 
-def test_every_command_runs_the_lines_with_their_own_fields(view: Screen, tmp_path: Path, log: Path) -> None:
+def test_every_command_runs_the_lines_with_their_own_fields(
+    view: Screen, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair, file = table_pair(), tmp_path / "runs.jsonl"
     pair.tokenizer.chat_template = TEMPLATE
     session = open_session(view, pair, records=file)
@@ -107,6 +110,12 @@ def test_every_command_runs_the_lines_with_their_own_fields(view: Screen, tmp_pa
     ]
     assert [rows[0]["prompt_tokens"], rows[3]["prompt_tokens"]] == expected and expected[1] > 2 * expected[0]
     assert rows[0]["settings"]["request"] == "none" and session.settings.request == ""
+    ran = list[str]()
+    before_each_run(monkeypatch, lambda strategy, settings: ran.append(settings.request))
+    assert session.handle(f"/race {log}") is Verdict.DONE and {*ran} == {"", prompts[1].request}
+    nothing: Any = None
+    (item,) = race_of(nothing, {1: prompts[1]}, Settings(), ()).items
+    assert item.settings.request == prompts[1].request
     assert session.handle(f"/race {log}") is Verdict.DONE and {row["task"] for row in _found(file)} >= {"chat", "tools"}
     assert session.handle(f"/replay {file}") is Verdict.DONE
     assert all(row["same_text"] for row in _found(file)), view.take()[0]
