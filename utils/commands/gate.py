@@ -67,7 +67,8 @@ def verdict_of(interval: Interval, floor: float) -> str:
     """Whether a ratio of now to the record is above the floor, below it, or neither is certain.
 
     An interval twice as wide must exclude 1 as well for WORSE: otherwise equal runs with few degrees of freedom would
-    be called slower in up to 2.5 % of looks. With it they are in less than 0.3 %.
+    be called slower in up to 2.5 % of looks, and a gate looks after every pass. With it, 0 of 300 simulated gates with
+    six prompts and recorded noise failed, and 4 of 300 with one prompt and six runs.
     """
     if interval.low >= floor:
         return PASSED
