@@ -33,14 +33,14 @@ from itertools import chain
 from pathlib import Path
 
 from utils.commands import Registry, default_registry
-from utils.comparison.records import RecordFile
+from utils.comparison.records import RecordFile, read_records
 from utils.config.settings import Settings, apply_typed, flag_settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
-from utils.prompts.prompt_files import read_prompts
+from utils.prompts.prompt_files import Prompt, read_prompts
 from utils.repl.line_input import LineHistory, history_path, piped_lines, quiet_keyboard, typed_lines
 from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
 from utils.repl.repl_session import ReplSession, Verdict
@@ -82,19 +82,21 @@ def start_session(
     return session
 
 
-def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[str], *, interactive: bool) -> int:
+def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[Prompt], *, interactive: bool) -> int:
     """Process lines, then prompts, which are never commands. Returns the exit status.
 
     In an interactive session a failed or interrupted line ends nothing.
     """
-    failed = False
-    for verdict in chain(map(session.handle, lines), map(session.send, prompts)):
+    ended = set[Verdict]()
+    for verdict in chain(map(session.handle, lines), (session.send(one.text, one.request) for one in prompts)):
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
             return 130
-        failed = failed or verdict is Verdict.FAILED
-    return 1 if failed and not interactive else 0
+        ended.add(verdict)
+    if interactive or not ended & {Verdict.FAILED, Verdict.UNDECIDED}:
+        return 0
+    return 1 if Verdict.FAILED in ended else 3
 
 
 def lines_for(
@@ -116,17 +118,19 @@ def lines_for(
         yield from piped_lines()
 
 
-def given_prompts(arguments: argparse.Namespace) -> list[str]:
+def given_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """The prompts of the command line and of --prompts. Raises UserError for a file that cannot be read."""
+    if arguments.gate is not None:
+        read_records(Path(arguments.gate))  # as below
     if arguments.verdict not in (None, "", "builtin"):
         read_prompts(Path(arguments.verdict))  # read again by /verdict; an error must not wait for the models
-    texts = [arguments.prompt] if arguments.prompt is not None else []
-    return texts + ([prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else [])
+    prompts = [Prompt(arguments.prompt)] if arguments.prompt is not None else []
+    return prompts + (read_prompts(arguments.prompts) if arguments.prompts else [])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 130 if
-    interrupted.
+    """Run the program. Returns 0, 1 if a line failed or nothing could be loaded, 2 for wrong usage, 3 if a gate could
+    not decide, 130 if interrupted.
     """
     arguments = parse_arguments(argv)
     on_terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
@@ -136,12 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         renderer.error(OUTPUT_FAILED.format("it is closed"))
         return 1
     try:
-        texts = given_prompts(arguments)  # before anything slow
+        prompts = given_prompts(arguments)  # before anything slow
         with quiet_keyboard():
             session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)
         try:
-            return serve(session, lines, texts, interactive=interactive)
+            return serve(session, lines, prompts, interactive=interactive)
         finally:
             session.close()
     except UserError as error:

@@ -77,6 +77,9 @@ AUTO_GAMMA = 16  # maximum number of drafts per round where gamma is chosen auto
 SEED = WholeRange(0, MAX_SEED)
 TEMPERATURE = RealRange("temperature", 0, 100)
 TOP_P = RealRange("top-p", 0, 1, excludes_low=True)
+TOLERANCE = RealRange("the tolerance in percent", 0.1, 50)
+MOST_REPEATS = 100
+GATE_REPEATS = WholeRange(1, MOST_REPEATS)
 NGRAM_ORDER = WholeRange(2, 16)
 MAX_NGRAMS = 100_000_000
 NGRAM_LIMIT = WholeRange(1, MAX_NGRAMS)

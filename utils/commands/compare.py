@@ -11,29 +11,24 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
+from utils.commands.experiments.reruns import DIFFERENT, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.comparison.arms import complete
 from utils.comparison.records import (
-    SERVER,
     Countdown,
     Finding,
     RecordedRun,
     ReportEvent,
     RunMatch,
-    circumstances,
     differences,
     match,
     problem_sentence,
     read_records,
     shortened,
 )
-from utils.comparison.warm_up import shortened as warm_up_settings
-from utils.config.settings import from_json
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
-from utils.prompts.conversation import turns_from_messages
 from utils.text import count_of, split_words
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
@@ -41,8 +36,6 @@ SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
 AT_OTHER_TIMES = "A and B were recorded at different times: other load on the machines is part of the difference."
 SAME = "Versions, models, engine, machine and settings are the same in A and B."
 NOT_COMPARED = "Not compared:"
-DIFFERENT = "What differs between A and B:"
-KEPT_STORAGE = "recorded with /ngram keep on: drafts may come from earlier prompts, so the acceptance may differ"
 UNEXPLAINED = "Nothing that is recorded explains the other texts: /audit checks what is deterministic here."
 
 
@@ -169,7 +162,7 @@ def _replayed(
             where = f"{index + 1} of {len(recorded)} ({past.row['strategy']})"
             yield countdown.progress(index / len(recorded), where)
             try:
-                found = _rerun(past, context, warm)
+                found = rerun(past, context, warm)
             except UserError as error:
                 problems.setdefault(str(error), []).append(past.line)
             else:
@@ -181,37 +174,6 @@ def _replayed(
             comparison.left_out.append(f"{left} of {len(recorded)} records were not reached.")
     if not comparison.matches:
         raise UserError(f"none of the records could be run again. {' '.join(refused)}")
-
-
-def _rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]) -> RunMatch:
-    """The record with its run of now. Raises UserError if it cannot run. `warm` has what has been warmed up."""
-    harness, row = context.harness, past.row
-    if row.get(SERVER):
-        raise UserError("it is the answer of a server: only runs of strategies are replayed.")
-    # An unsupported value becomes a note and keeps its default, so the record can still run.
-    settings, notes = from_json(row["settings"], context.limits)
-    strategies = {strategy.name: strategy for strategy in harness.variants(settings)}
-    strategy = strategies[check_choice(row["strategy"], tuple(strategies), "strategy")]
-    if strategy.needs_drafter and harness.pair.drafter is None:
-        raise UserError("No drafter is loaded: start with --drafter, or /load one.")
-    arm, prompt, history = harness.arm(strategy), row["prompt"], turns_from_messages(row.get("history") or ())
-    if (key := (strategy.name, *settings.drafter_kind)) not in warm:
-        complete(arm.run(prompt, warm_up_settings(settings), history))
-        warm.add(key)
-    run = complete(arm.run(prompt, settings, history))
-    if not run.tokens_per_second:
-        raise UserError("the run has no speed.")
-    now = {
-        **row,
-        **circumstances(harness.pair, settings),
-        "settings": row["settings"],  # what is not supported here is in the notes
-        "token_ids": run.tokens,
-        "drafter_kind": strategy.drafter_label(harness.pair),
-        **{name: getattr(run, name) for name in ("tokens_per_second", "text", "prompt_tokens", "accepted", "drafted")},
-    }
-    if strategy.keeps_texts and not settings.reset_in_between:
-        notes.append(KEPT_STORAGE)
-    return RunMatch([past], [RecordedRun(past.line, now)], notes)
 
 
 def _verdict(strategy: str, rows: Sequence[Row]) -> Iterator[str]:

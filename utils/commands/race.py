@@ -23,6 +23,7 @@ from utils.commands.experiments.races import (
     race_row,
     race_rows,
     race_table,
+    requested,
     server_arms,
     spread,
     then_findings,
@@ -95,7 +96,10 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
     if harness.state.servers:
         kinds.append((ON_SERVERS, server_arms(harness, list(harness.state.servers))))
     for record, arms in kinds:
-        items = [RaceItem(index + 1, prompts[index], prompts[index].task, settings, arms) for index in chosen]
+        items = [
+            RaceItem(index + 1, prompts[index], prompts[index].task, requested(settings, prompts[index]), arms)
+            for index in chosen
+        ]
         yield _report(record, items, repeats, context, subject=str(path), title=title)
 
 

@@ -4,6 +4,7 @@ An arm shows nothing and compares nothing. A prompt is sent to a server as token
 yields the same ids as the local one. Otherwise the request has the messages of a chat, or plain text with /chat off.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
@@ -32,6 +33,7 @@ from utils.metrics.results import (
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turns, prompt_ids, to_messages
+from utils.prompts.request_fields import SENT, request_messages
 from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
@@ -412,7 +414,12 @@ def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
 def ids_of(pair: Pair, text: str, settings: Settings, history: Turns = ()) -> list[int]:
     """The token ids of a prompt that follows earlier turns. Raises UserError for an empty prompt."""
     return prompt_ids(
-        pair.tokenizer, text, chat=settings.uses_chat, system=settings.system, special=settings.special, history=history
+        *(pair.tokenizer, text),
+        chat=settings.uses_chat,
+        system=settings.system,
+        special=settings.special,
+        history=history,
+        request=settings.request,
     )
 
 
@@ -422,12 +429,15 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
         raise UserError(NO_TEXT)
     processor = settings.processor
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    messages = (*system, *to_messages(history), {"role": "user", "content": text})
+    fields = json.loads(settings.request or "{}")
+    messages = request_messages([*system, *to_messages(history), {"role": "user", "content": text}], fields)
+    further = {name: fields[name] for name in SENT if name in fields}
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:
-        prompt: str | tuple[int, ...] | Chat = Chat(messages) if settings.uses_chat else text
+        prompt: str | tuple[int, ...] | Chat = Chat(tuple(messages), further) if settings.uses_chat else text
         known: dict[str, Any] = {}
-        if pair is not None and kind.takes_token_ids:
+        # Only messages can be sent with tools or a format.
+        if pair is not None and kind.takes_token_ids and not further:
             ours = tuple(pair.tokenizer(text, add_special_tokens=False)["input_ids"])
             if kind.tokens(server, text) == ours:  # the tokenizers are the same
                 prompt = tuple(ids_of(pair, text, settings, history))

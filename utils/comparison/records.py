@@ -94,7 +94,7 @@ class Report:
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
     `attachment` is data to copy, or empty. `transposed` makes each finding a column. Columns in `optional` are dropped
-    on a narrow screen, the first one first. `details` are further records for scripts.
+    on a narrow screen, the first one first. `details` are further records for scripts. `status` is the exit status.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Report:
     optional: tuple[str, ...] = ()
     title: str = ""
     details: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
+    status: Callable[[Sequence[Finding]], int] = lambda findings: 0
 
     @property
     def headline(self) -> str:
@@ -306,8 +307,9 @@ class RecordedRun(NamedTuple):
     row: Record
 
     @property
-    def request(self) -> tuple[str, str]:
-        return self.row["prompt"], repr(self.row.get("history") or [])
+    def request(self) -> tuple[str, ...]:
+        fields = str(self.row["settings"].get("request", "none"))  # not in older records
+        return self.row["prompt"], repr(self.row.get("history") or []), fields
 
     @property
     def circumstances(self) -> Record:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from utils import __version__
-from utils.bounds import DTYPES, ENGINE_WEIGHTS, QUANTIZATIONS, SEED, check_device
+from utils.bounds import DTYPES, ENGINE_WEIGHTS, GATE_REPEATS, QUANTIZATIONS, SEED, TOLERANCE, check_device
 from utils.config.settings import Setting, Settings, flag_settings, known_settings
 from utils.config.value_types import Limits
 from utils.errors import UserError, check_choice
@@ -161,6 +161,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)
     if arguments.verdict is not None:
         arguments.lines = [*arguments.lines, f"/verdict {arguments.verdict}".rstrip()]
+    if arguments.gate is not None:
+        tolerance = "" if arguments.tolerance is None else f" {arguments.tolerance:g}%"
+        repeats = "" if arguments.repeats is None else f" x{arguments.repeats}"
+        arguments.lines = [*arguments.lines, f"/gate {arguments.gate}{tolerance}{repeats}"]
+    elif arguments.tolerance is not None or arguments.repeats is not None:
+        parser.error("--tolerance and --repeats belong to --gate FILE")
     if arguments.pair and (arguments.target or arguments.drafter):
         parser.error("--pair names both models: leave out --target and --drafter, or leave out --pair")
     return arguments
@@ -196,6 +202,8 @@ def flag_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 device_flag, seed_flag = flag_type(check_device), flag_type(SEED.parse)
+tolerance_flag = flag_type(lambda text: TOLERANCE.parse(text.removesuffix("%")))
+repeats_flag = flag_type(GATE_REPEATS.parse)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="answer whether speculative decoding helps, on the prompts of a file or on built-in ones, and exit",
     )
+    add("--gate", metavar="FILE", help="run the records of a --json file again; exit status 1 if worse, 3 if unclear")
+    add("--tolerance", type=tolerance_flag, metavar="P%", help="loss that --gate allows (default: 5%%)")
+    add("--repeats", type=repeats_flag, metavar="N", help="most runs of each record by --gate (default: 5)")
     add(
         "--server",
         action="append",

@@ -31,6 +31,7 @@ from utils.config.value_types import (
     GREEDY,
     ON_OFF,
     PROCESSOR,
+    REQUEST,
     STORAGE,
     SYSTEM_PROMPT,
     Limits,
@@ -256,6 +257,18 @@ class Settings:
         text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
+        needs_chat=True,
+    )
+    request: str = _setting(
+        "",
+        REQUEST,
+        "prompts",
+        "tools, keywords of the chat template",
+        text="What goes with every prompt to the chat template and to servers, as in requests to vLLM: tools, "
+        "tool_choice and chat_template_kwargs, such as enable_thinking. response_format goes to servers only. Lines of "
+        "prompt files may have fields of their own.",
+        example=('{"chat_template_kwargs": {"enable_thinking": false}}',),
+        forms={"JSON": "these fields", "none": "the prompt alone"},
         needs_chat=True,
     )
     turns: bool = _setting(

@@ -13,6 +13,7 @@ from utils.bounds import NGRAM_ORDER, TEMPERATURE, TOP_P, RealRange, WholeRange
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.pairs.request import DRAFTERS, check_drafter
+from utils.prompts.request_fields import parse_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,15 @@ def _system_prompt(text: str, current: str | None, limits: Limits) -> str | None
 # None is the default of the chat template; an empty text is an empty system prompt.
 SYSTEM_PROMPT = ValueType(
     "TEXT", ("none", "default"), _system_prompt, lambda value: "default" if value is None else value or "none"
+)
+
+
+# Fields of a request as JSON; an empty text stands for none.
+REQUEST = ValueType(
+    "JSON|none",
+    ("none",),
+    lambda text, current, limits: "" if text == "none" else parse_request(text),
+    lambda value: value or "none",
 )
 
 

@@ -7,8 +7,10 @@ template yields ids directly: rendering text and tokenizing it again would doubl
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.decode.model_info import vocabulary_size
 from utils.errors import ContextOverflow, UserError
 from utils.models.load_errors import first_line
+from utils.prompts.request_fields import request_messages
 from utils.text import encodable
 
 ANSWER = "ANSWERMARK"  # a sample answer; letters only, so that no template trims or escapes it
-Message = dict[str, str]  # role and content, as in chat templates and records
+Message = dict[str, Any]  # role and content, as in chat templates and records; tools add further fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +123,25 @@ def prompt_ids(
     system: str | None,
     special: bool = False,
     history: Sequence[Turn] = (),
+    request: str = "",
 ) -> list[int]:
-    """The token ids of a prompt.
+    """The token ids of a prompt. `request` has the other fields of the request, which a chat template may use.
 
     A `system` of None is the template's default. Unless `special`, names of special tokens are ordinary text, so that
     neither a user nor a model can end a turn by writing about end tokens. Raises UserError if there are no ids, no chat
     template, or the template does not support a system prompt.
     """
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
+    fields: dict[str, Any] = json.loads(request) if chat and request else {}
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
-    names = () if special else _names_in(tokenizer, messages)
+    inputs = {"messages": request_messages(messages, fields), **_template_options(tokenizer, fields)}
+    names = () if special else _names_in(tokenizer, inputs)
     if not chat:
         ids = tokenizer(encodable(text), **({"split_special_tokens": True} if names else {}))["input_ids"]
     elif names:
-        ids = _ids_with_names_as_text(tokenizer, messages, names)
+        ids = _ids_with_names_as_text(tokenizer, inputs, names)
     else:
-        ids = _rendered(tokenizer, messages, return_dict=True)["input_ids"]
+        ids = _rendered(tokenizer, inputs, return_dict=True)["input_ids"]
     if not ids and chat:
         raise UserError("The chat template of this model gives no text for this prompt: use /chat off.")
     if not ids:
@@ -150,19 +156,48 @@ def _messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Me
     return [message | {"content": encodable(message["content"])} for message in messages]
 
 
-def _names_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, ...]:
-    """The names of special tokens in the messages, longest first."""
-    names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    present = (name for name in names if name and any(name in message["content"] for message in messages))
+def _template_options(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tools and the keywords of the template. Raises UserError for a keyword with another meaning."""
+    keywords: dict[str, Any] = fields.get("chat_template_kwargs", {})
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    if wrong := [name for name in keywords if name in known and name != "documents"]:
+        raise UserError(
+            f"chat_template_kwargs: {wrong[0]} is not a keyword of a template, for example enable_thinking."
+        )
+    return keywords | ({"tools": fields["tools"]} if "tools" in fields else {})
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with changed texts, those in lists and objects included."""
+    if isinstance(value, dict):
+        return {name: _with_texts(part, change) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _texts_in(value: Any) -> list[str]:
+    texts: list[str] = []
+    _with_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    return texts
+
+
+def _names_in(tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of special tokens in the texts of the inputs, longest first."""
+    names, texts = (
+        {added.content for added in tokenizer.added_tokens_decoder.values() if added.special},
+        _texts_in(inputs),
+    )
+    present = (name for name in names if name and any(name in text for text in texts))
     return tuple(sorted(present, key=len, reverse=True))  # a regex takes the first alternative that matches
 
 
 def _ids_with_names_as_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], names: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any], names: tuple[str, ...]
 ) -> list[int]:
     """Names pass through the template as placeholders and are tokenized separately from the text of the template."""
-    placeholder = "NAMEMARK"
-    while any(placeholder in message["content"] for message in messages):
+    placeholder, texts = "NAMEMARK", _texts_in(inputs)
+    while any(placeholder in text for text in texts):
         placeholder += "X"
     replaced: list[str] = []
 
@@ -172,7 +207,7 @@ def _ids_with_names_as_text(
         return f"{placeholder}{len(replaced) - 1}END"
 
     pattern = "|".join(map(re.escape, names))
-    masked = [message | {"content": re.sub(pattern, replace, message["content"])} for message in messages]
+    masked = _with_texts(inputs, lambda text: re.sub(pattern, replace, text))
     rendered: str = _rendered(tokenizer, masked, tokenize=False)
     ids: list[int] = []
     for index, piece in enumerate(re.split(f"{placeholder}([0-9]+)END", rendered)):
@@ -182,12 +217,13 @@ def _ids_with_names_as_text(
     return ids
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
-    """Apply the chat template to a conversation that ends with a prompt."""
+def _rendered(tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any], **options: Any) -> Any:
+    """Apply the chat template to the messages of a conversation that ends with a prompt, and to its other inputs."""
+    messages, further = inputs["messages"], {name: value for name, value in inputs.items() if name != "messages"}
     if not has_chat_template(tokenizer):
         raise UserError("This model has no chat template: use /chat off to send the prompt as plain text.")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **further, **options)
     except Exception as error:  # templates are sandboxed code: after any error in one, plain text can still be sent
         raise UserError(f"The chat template of this model {_refusal(messages).format(first_line(error))}") from error
 

@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from utils.errors import UserError
 from utils.files import read_text
+from utils.prompts.request_fields import logged_fields, parse_request, request_of
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt without one
 NO_PROMPT = (
-    '{}: a JSON line needs a "prompt", a text, or "turns", a list of texts that are not blank, for example '
+    '{}: a JSON line needs a "prompt", a text, "turns", a list of texts that are not blank, or "messages", for example '
     '{{"prompt": "Hello"}}.'
 )
 NOT_FETCHED = (
@@ -47,19 +48,23 @@ Item = TypeVar("Item")
 class Prompt:
     """A prompt and its task.
 
-    `later` are the user's further messages, each of which follows the answer to the one before.
+    `later` are the user's further messages, each of which follows the answer to the one before. `request` has the
+    further fields of a request, as in `utils.prompts.request_fields`.
     """
 
     text: str
     task: str = ALL_TASKS
     later: tuple[str, ...] = ()
+    request: str = ""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file. In plain lines \\n and \\t stand for newline and tab. Blank lines are skipped.
 
     A JSON line has a `prompt`, or `turns`, a list of the user's messages in a conversation. It may name a `task` (or
-    `category`). Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its published tables.
+    `category`), and have `tools`, `response_format` and `chat_template_kwargs`. A line of a request log has `messages`,
+    and a `tag` or `metadata.tag` as its task. Lines in the format of Spec-Bench or SPEED-Bench have the tasks of its
+    published tables.
 
     A folder stands for all files of JSON lines in it and in its own folders, such as those of SPEED-Bench.
 
@@ -96,8 +101,15 @@ def _json_prompt(line: str, where: str, path: Path) -> Prompt:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(NO_PROMPT.format(where)) from error
-    first, *later = _turns(entry, where)
-    return Prompt(first, task_of(_task(entry), benchmark_of(entry), path), tuple(later))
+    # Logs and batch files have the request below one of these names.
+    request = next((entry[name] for name in ("body", "request") if isinstance(entry.get(name), dict)), entry)
+    try:
+        logged = request_of(request) if "messages" in request else None
+        fields = logged[1] if logged else parse_request(json.dumps(logged_fields(entry)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    first, *later = [logged[0]] if logged else _turns(entry, where)
+    return Prompt(first, task_of(_task(entry | request), benchmark_of(entry), path), tuple(later), fields)
 
 
 def _turns(entry: Mapping[str, object], where: str) -> list[str]:
@@ -113,7 +125,9 @@ def _turns(entry: Mapping[str, object], where: str) -> list[str]:
 
 
 def _task(entry: Mapping[str, object]) -> str:
-    names = (entry.get("task"), entry.get("category"))
+    metadata = entry.get("metadata")
+    tag = metadata.get("tag") if isinstance(metadata, dict) else None
+    names = (entry.get("task"), entry.get("category"), tag, entry.get("tag"))
     words = (" ".join(name.split()) for name in names if isinstance(name, str))
     return next(filter(None, words), ALL_TASKS)
 

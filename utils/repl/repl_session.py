@@ -6,7 +6,7 @@ this package load pairs, change settings, and run prompts and reports.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, partial
 from traceback import clear_frames
@@ -77,8 +77,12 @@ class Verdict(Enum):
 
     DONE = auto()
     FAILED = auto()
+    UNDECIDED = auto()
     INTERRUPTED = auto()
     QUIT = auto()
+
+
+STATUSES = {0: Verdict.DONE, 1: Verdict.FAILED, 3: Verdict.UNDECIDED}  # of reports
 
 
 def explain_error(renderer: Renderer, error: Exception) -> None:
@@ -214,7 +218,7 @@ class Runner:
             self.renderer.end_progress()
             if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
-        return Verdict.DONE if finished else Verdict.INTERRUPTED
+        return STATUSES[report.status(findings)] if finished else Verdict.INTERRUPTED
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         pair = self.harness.loaded
@@ -329,9 +333,9 @@ class ReplSession:
         # A lone word after a blank is sent without the blank.
         return self._guarded(self._run_prompt, unescape(line.strip() if word in LONE_WORDS else line))
 
-    def send(self, text: str) -> Verdict:
-        """Run a prompt without changes, even if it looks like a command."""
-        return self._guarded(self._run_prompt, text)
+    def send(self, text: str, request: str = "") -> Verdict:
+        """Run a prompt without changes, even if it looks like a command. `request` has further fields of its own."""
+        return self._guarded(partial(self._run_prompt, request=request), text)
 
     def _guarded(self, action: Callable[[str], Verdict], text: str, *, at_once: bool = False) -> Verdict:
         """Run an action such that errors do not end the session. `at_once` is True if it uses no models."""
@@ -427,7 +431,7 @@ class ReplSession:
             self._renderer.progress(WARMING_UP)
         self._loaded.warming.finish()
 
-    def _run_prompt(self, text: str) -> Verdict:
+    def _run_prompt(self, text: str, request: str = "") -> Verdict:
         self._finish_warm_up()
         training = self.harness.state.training
         if training is not None and not training.is_running and not training.was_raced:
@@ -435,7 +439,8 @@ class ReplSession:
             race = drafter_race(self.harness, self.settings)
             if self._guarded(lambda _: self._race_drafters(race), text) is Verdict.INTERRUPTED:
                 return Verdict.INTERRUPTED
-        return self._runner.prompt(text, self.settings)
+        settings = self.settings
+        return self._runner.prompt(text, replace(settings, request=request) if request else settings)
 
     def _use_training(self, start: Callable[[], Training] | None) -> None:
         """End the present training, and start another one."""
@@ -466,14 +471,13 @@ class ReplSession:
         if self._nested_files >= MAX_NESTED_FILES:
             raise UserError(f"At most {MAX_NESTED_FILES} files may /run each other: does one of them run itself?")
         self._nested_files += 1
-        failed = False
+        ended = set[Verdict]()
         try:
             for line in lines:
                 self._renderer.note(f"> {line}")
-                verdict = self.handle(line)
+                ended.add(verdict := self.handle(line))
                 if verdict in (Verdict.QUIT, Verdict.INTERRUPTED):
                     return verdict
-                failed = failed or verdict is Verdict.FAILED
         finally:
             self._nested_files -= 1
-        return Verdict.FAILED if failed else Verdict.DONE
+        return next((one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended), Verdict.DONE)

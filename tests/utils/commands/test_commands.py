@@ -51,6 +51,7 @@ def test_default_settings() -> None:
         "cache": True,
         "chat": True,
         "system": "default",
+        "request": "none",
         "turns": False,
         "special": False,
         "ngram_storage": "basic 3",

@@ -10,7 +10,8 @@ from fakes import Screen, open_session, records_of, tiny_pair
 from recordings import Row, edited, interrupt_after, recorded
 
 from utils.commands import compare
-from utils.commands.compare import DIFFERENT, SAME
+from utils.commands.compare import SAME
+from utils.commands.experiments.reruns import DIFFERENT, KEPT_STORAGE
 from utils.repl.repl_session import Verdict
 
 SAMPLING = ("/length 14", "/processor multinomial 1", "Hello there")
@@ -136,7 +137,7 @@ def test_storages_kept_between_prompts_are_named(view: Screen, tmp_path: Path) -
     file = recorded(view, tmp_path, "/length 14", "/reset_in_between off", "a b a b", "a b a b")
     rows, conclusion = replayed(view, file)
     assert [row["first_difference"] for row in rows] == [None] * 6
-    assert f"{compare.KEPT_STORAGE} (4 of 6 comparisons)" in conclusion
+    assert f"{KEPT_STORAGE} (4 of 6 comparisons)" in conclusion
     assert rows[4]["accepted"][0] != rows[4]["accepted"][1], "the second time the storage held the answer"
 
 

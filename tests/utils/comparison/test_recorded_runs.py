@@ -42,6 +42,7 @@ def test_all_settings_are_restored_from_a_record() -> None:
         reset_in_between=False,
         debug="full",
         turns=True,
+        request='{"tools": [{"name": "é\\n"}]}',
     )
     empty = Settings(system="", processor=ProcessorSpec(0.5, is_greedy=True), gamma=None, drafter_kind=("chain",))
     # A record holds whether chat was on, not that it was `auto`.

@@ -72,9 +72,14 @@ def server_arms(harness: Harness, servers: Sequence[Connection]) -> list[Arm]:
     return [*own, *(ServerArm(server, harness.loaded) for server in servers)]
 
 
+def requested(settings: Settings, prompt: Prompt) -> Settings:
+    """The settings with the fields of a prompt's request, if it has any."""
+    return replace(settings, request=prompt.request) if prompt.request else settings
+
+
 def check_prompt(harness: Harness, prompt: Prompt, settings: Settings) -> None:
     """Refuse a prompt that the target cannot take, once instead of by every strategy. Raises UserError."""
-    ids = harness.prompt_ids(prompt.text, settings)
+    ids = harness.prompt_ids(prompt.text, requested(settings, prompt))
     ModelSession(harness.pair.target, use_cache=False).begin(ids)
 
 

@@ -16,6 +16,7 @@ from utils.commands.experiments.races import (
     RaceItem,
     check_prompt,
     race_row,
+    requested,
     rotated,
     server_arms,
 )
@@ -114,7 +115,8 @@ def best_of_each(candidates: Sequence[VerdictCandidate], pair: Pair) -> list[Ver
 
 def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings, arms: Sequence[Arm]) -> ArmRace:
     """A race over prompts with their numbers. The last arm is the candidate."""
-    return ArmRace(harness, [RaceItem(number, one, one.task, settings, arms) for number, one in prompts.items()])
+    own = {number: requested(settings, one) for number, one in prompts.items()}
+    return ArmRace(harness, [RaceItem(number, one, one.task, own[number], arms) for number, one in prompts.items()])
 
 
 def trials(races: Sequence[ArmRace], names: Sequence[str], clock: Clock, until: float) -> Iterator[Progress]:
@@ -224,17 +226,17 @@ class DrafterSelection:
     def _warm_up(self) -> None:
         """Run everything once, which also shows what cannot run, and choose the length of the runs."""
         self._find_strategies()
-        text, probe = self.prompts[0].text, min(self.settings.length, PROBE_TOKENS)
+        prompt, probe = self.prompts[0], min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
             try:
-                self._run(text, strategy, probe)
+                self._run(prompt, strategy, probe)
             except UserError as error:
                 self.strategies.remove(strategy)
                 self.problems.setdefault(str(error), []).append(kind_name(strategy, self.harness.pair))
         if not self.strategies:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
-        self._run(text, self.harness.baseline, probe)
-        timed = self._run(text, self.harness.baseline, probe)
+        self._run(prompt, self.harness.baseline, probe)
+        timed = self._run(prompt, self.harness.baseline, probe)
         self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
         self.length = run_length(self.step, self.settings.length)
 
@@ -258,8 +260,9 @@ class DrafterSelection:
             key=lambda one: (one.word == CHAIN, known.index(one.word) if one.word in known else len(known)),
         )
 
-    def _run(self, text: str, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
-        run = complete(self.harness.arm(strategy).run(text, replace(self.settings, gamma=gamma, length=length)))
+    def _run(self, prompt: Prompt, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
+        settings = replace(requested(self.settings, prompt), gamma=gamma, length=length)
+        run = complete(self.harness.arm(strategy).run(prompt.text, settings))
         assert run.generation is not None
         return run.generation
 
@@ -270,10 +273,11 @@ class DrafterSelection:
             where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
             length = min(self.length, TUNING_TOKENS)
-            run = self._run(prompt.text, self.harness.baseline, length)
+            run = self._run(prompt, self.harness.baseline, length)
             if len(run.steps) > 1:
-                ids = self.harness.prompt_ids(prompt.text, self.settings)
-                job = self.harness.job(ids, replace(self.settings, length=length))
+                settings = requested(self.settings, prompt)
+                ids = self.harness.prompt_ids(prompt.text, settings)
+                job = self.harness.job(ids, replace(settings, length=length))
                 self.predicted.append((yield from self._replay(job, run, where)))
         if not self.predicted:
             remedy = "raise /length" if self.length < 2 else "use prompts with longer answers"

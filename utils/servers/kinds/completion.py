@@ -20,9 +20,12 @@ MAX_DRAFT = 1024  # drafts of a pass, which may be counted after the end of an a
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A prompt as messages with a role and a content, which the server puts into its own chat template."""
+    """A prompt as messages with a role and a content, which the server puts into its own chat template. `further` are
+    fields of the body, such as tools.
+    """
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class ServerKind:
         if request.seed is not None:
             body["seed"] = request.seed
         if isinstance(request.prompt, Chat):
-            body["messages"] = [dict(message) for message in request.prompt.messages]
+            body |= {"messages": [dict(message) for message in request.prompt.messages], **request.prompt.further}
         else:
             body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         return body | self.further_fields(request)

@@ -1,0 +1,364 @@
+"""/gate and --gate: have recorded runs become slower, do they accept fewer drafts, or do they give other texts?
+
+Each record is run again as by /replay, in passes over all of them, until every strategy is decided. A speed-up over
+target-only is compared with the recorded one, so that a slower or busier machine is no regression. Without runs of the
+target, tokens/s are compared. Bounds of a loss are 95 % intervals (`utils.metrics.intervals`).
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf, log
+from pathlib import Path
+from statistics import fmean, geometric_mean, variance
+from typing import Any
+
+from utils.bounds import GATE_REPEATS, MOST_REPEATS, TOLERANCE
+from utils.commands.experiments.reruns import DIFFERENT, KEPT_STORAGE, rerun
+from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
+from utils.comparison.records import (
+    TASK,
+    Countdown,
+    Finding,
+    RecordedRun,
+    RecordsFile,
+    ReportEvent,
+    RunMatch,
+    differences,
+    problem_sentence,
+    read_records,
+)
+from utils.comparison.speed_claims import MIN_VALUES, interval_text
+from utils.errors import UserError
+from utils.files import os_reason
+from utils.metrics.intervals import Interval, speedup_interval
+from utils.servers.address import TARGET
+from utils.text import count_of
+
+PERCENT, REPEATS = 5.0, 5
+SUMMARY = "GITHUB_STEP_SUMMARY"  # names the file to which GitHub Actions lets a step append Markdown
+PASSED, WORSE, UNDECIDED, REFERENCE = "passed", "worse", "not distinguishable", "reference"
+WORDS = {0: "passed", 1: "FAILED", 3: "not distinguishable"}
+SPEEDUP, SPEED = "speed-up over target-only", "tokens/s"
+NOT_GATED = "Not measured:"
+RECORD_MORE = "at least 5 recorded runs of a prompt, or 5 prompts, are needed: append more runs to the file"
+Passes = Sequence[Mapping[int, RecordedRun]]  # the runs of each pass, by the line of their record
+
+
+def _accepted(row: Row) -> str:
+    return NOTHING if None in row["accepted"] else " -> ".join(f"{share:.3f}" for share in row["accepted"])
+
+
+TABLE = ResultTable(
+    figure("strategy", "strategy"),
+    figure("runs", "runs", drop=1),
+    ResultColumn("recorded -> now", lambda row: " -> ".join(f"{value:.2f}" for value in row["values"])),
+    figure("ratio", "ratio", "{:.3f}"),
+    ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
+    ResultColumn("accepted/token", _accepted, drop=2),
+    ResultColumn("same texts", lambda row: f"{row['same_texts']} of {row['compared_texts']}", drop=3),
+    figure("gate", "verdict"),
+)
+
+
+def verdict_of(interval: Interval, floor: float) -> str:
+    """Whether a ratio of now to the record is above the floor, below it, or neither is certain.
+
+    An interval twice as wide must exclude 1 as well for WORSE: otherwise equal runs with few degrees of freedom would
+    be called slower in up to 2.5 % of looks, and a gate looks after every pass. With it, 0 of 300 simulated gates with
+    six prompts and recorded noise failed, and 4 of 300 with one prompt and six runs.
+    """
+    if interval.low >= floor:
+        return PASSED
+    # Only the upper half counts; in logarithms it is twice as wide.
+    return WORSE if interval.high < floor and interval.high**2 < interval.estimate else UNDECIDED
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """The runs of one strategy: those of its records, and those of each pass. `references` has the line of the
+    target's run for each line, or nothing. In the lines of `repeatable` nothing differs that could change a text.
+    """
+
+    past: Sequence[RecordedRun]
+    recorded: Mapping[int, RecordedRun]
+    passes: Passes
+    references: Mapping[int, int]
+    repeatable: frozenset[int]
+
+    def value(self, runs: Mapping[int, RecordedRun], line: int) -> float:
+        """The speed-up of a run, or its tokens/s without a reference."""
+        speed: float = runs[line].row["tokens_per_second"]
+        return speed / (runs[self.references[line]].row["tokens_per_second"] if line in self.references else 1)
+
+    def ratios(self) -> list[list[float]]:
+        """Now over the record for each record of each prompt, averaged over the passes."""
+        groups: dict[Any, list[float]] = {}
+        for run in self.past:
+            now = geometric_mean(self.value(runs, run.line) for runs in self.passes)
+            groups.setdefault(run.request, []).append(now / self.value(self.recorded, run.line))
+        return [*groups.values()]
+
+    def figures(self, floor: float) -> dict[str, Any]:
+        groups = self.ratios()
+        interval = _interval(groups)
+        sides = (self.recorded,), self.passes
+        values = [geometric_mean(self.value(side, run.line) for side in runs for run in self.past) for runs in sides]
+        verdict = verdict_of(interval, floor)
+        return {
+            "strategy": self.past[0].row["strategy"],
+            "by": SPEEDUP if self.references else SPEED,
+            "runs": f"{len(self.past)} x {len(self.passes)}",
+            "values": values,
+            "ratio": interval.estimate,
+            "interval": [interval.low, interval.high] if interval.is_bounded else None,
+            "speed": verdict,
+            "more": self.more(interval, floor) if verdict == UNDECIDED else "",
+            **self.acceptance(floor),
+            **self.texts(),
+        }
+
+    def more(self, interval: Interval, floor: float) -> str:
+        """How many more repeats or records would decide."""
+        if not interval.is_bounded:
+            return RECORD_MORE
+        count, needed = len(self.past), abs(log(interval.estimate / floor)) / log(interval.high / interval.low) * 2
+        # Variances of the mean, in units of that which would decide.
+        spread = [[log(self.value(runs, run.line)) for runs in self.passes] for run in self.past]
+        total = (log(interval.high / interval.low) / 4) ** 2
+        repeats = len(self.passes)
+        now = fmean(map(variance, spread)) / count / repeats if repeats > 1 else total / 2
+        left = total * needed**2 - max(0.0, total - now)
+        if left > 0 and (more := ceil(repeats * now / left) - repeats) <= MOST_REPEATS - repeats:
+            return f"about {count_of(max(1, more), 'more repeat')} would do (--repeats {repeats + max(1, more)})"
+        if needed and (more := ceil(count / needed**2)) <= 20 * count:
+            return f"more repeats would not do, but about {more} recorded runs instead of {count}"
+        return "the loss is too close to the tolerance: choose another one"
+
+    def acceptance(self, floor: float) -> dict[str, Any]:
+        """Accepted drafts per token: it is decided by counts where the texts are the same, since nothing is random."""
+        pairs = [(run, self.passes[0][run.line]) for run in self.past]
+        counted = [
+            pair
+            for pair in pairs
+            if all(run.row.get("token_ids") and run.row.get("accepted") is not None for run in pair)
+        ]
+        shares = [
+            sum(run.row["accepted"] for run in side) / sum(len(run.row["token_ids"]) for run in side)
+            for side in zip(*counted, strict=True)
+        ]
+        if not any(shares):
+            return {"accepted": [None, None], "drafts": NOTHING}
+        if all(_is_same(*pair) for pair in pairs):
+            return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
+        groups: dict[Any, list[float]] = {}
+        for pair in counted:
+            # Half a draft more, so that a text without accepted drafts has a logarithm.
+            one, other = ((run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair)
+            groups.setdefault(pair[0].request, []).append(other / one)
+        return {"accepted": shares, "drafts": verdict_of(_interval(groups.values()), floor)}
+
+    def texts(self) -> dict[str, Any]:
+        """Texts that equal the record's, and the lines of those that differ although equality is guaranteed: between
+        runs in the same circumstances, and from the text of the target.
+        """
+        same, wrong = 0, set[int]()
+        for run in self.past:
+            now = [runs[run.line] for runs in self.passes]
+            same += all(_is_same(run, one) for one in now)
+            target = [runs.get(self.references.get(run.line, 0)) for runs in self.passes]
+            for one, other in zip(now, target, strict=True):
+                unlike_target = other is not None and one.row["repeats_target"] and not _is_same(one, other)
+                if unlike_target or (run.line in self.repeatable and not _is_same(run, one)):
+                    wrong.add(run.line)
+        return {"compared_texts": len(self.past), "same_texts": same, "other_texts_in_lines": sorted(wrong)}
+
+
+def _interval(groups: Iterable[Sequence[float]]) -> Interval:
+    """The interval of ratios by prompt. Those of these prompts vary only by noise, if there are several of each."""
+    known = [*groups]
+    if sum(map(len, known)) < MIN_VALUES:
+        return Interval(geometric_mean(ratio for group in known for ratio in group), 0.0, inf)
+    return speedup_interval(known, these_prompts=min(map(len, known)) > 1)
+
+
+def _is_same(one: RecordedRun, other: RecordedRun) -> bool:
+    ours, theirs = (list(run.row.get("token_ids") or ()) for run in (one, other))
+    return ours == theirs if ours and theirs else bool(one.row.get("text") == other.row.get("text"))
+
+
+def _is_repeatable(found: RunMatch) -> bool:
+    """Whether the text must be the record's: the engine is verified, and nothing is different."""
+    return bool(found.second[0].row["engine"].get("verified")) and not differences([found])
+
+
+def references(runs: Sequence[RecordedRun]) -> dict[int, int]:
+    """The line of the nearest run of the target with the same request for the lines of the other strategies. Those of
+    a strategy are left out if one of its runs has none.
+    """
+    names = ("chat", *TASK)
+    targets = [run for run in runs if run.row["strategy"] == TARGET]
+    found, lacking = dict[int, int](), {TARGET}
+    for run in runs:
+        same = [one for one in targets if one.request == run.request and one.values(names) == run.values(names)]
+        if same:
+            found[run.line] = min((one.line for one in same), key=lambda line: abs(line - run.line))
+        else:
+            lacking.add(run.row["strategy"])
+    return {run.line: found[run.line] for run in runs if run.row["strategy"] not in lacking}
+
+
+@dataclass(slots=True)
+class _Gate:
+    """The records that are gated, and what their passes have measured."""
+
+    file: RecordsFile
+    context: CommandContext
+    percent: float
+    repeats: int
+    passes: list[Mapping[int, RecordedRun]] = field(default_factory=list)
+    matches: list[RunMatch] = field(default_factory=list)
+    refused: dict[str, list[int]] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
+
+    @property
+    def floor(self) -> float:
+        return 1 - self.percent / 100
+
+    def events(self) -> Iterator[ReportEvent]:
+        self.file.runs, servers = (
+            [run for run in self.file.runs if bool(run.row.get("server")) is wanted] for wanted in (False, True)
+        )
+        if servers:
+            lines = [run.line for run in servers]
+            self.file.left_out.append(problem_sentence("A", lines, "only runs of strategies are measured, no servers."))
+        countdown, warm, rows = Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
+        while len(self.passes) < self.repeats and (not rows or self._may_decide(rows)):
+            yield from self._pass(countdown, warm)
+            rows = self.rows()
+        findings = [TABLE.finding(row) for row in rows]
+        yield from findings
+        if path := os.environ.get(SUMMARY):
+            _append(Path(path), self.markdown(findings))
+
+    def _may_decide(self, rows: Sequence[Row]) -> bool:
+        return any(row["verdict"] == UNDECIDED and row["interval"] for row in rows) and self.status(rows) != 1
+
+    def _pass(self, countdown: Countdown, warm: set[tuple[str, ...]]) -> Iterator[ReportEvent]:
+        """Run every record once. In the first pass those that cannot run are removed."""
+        number, runs, now = len(self.passes), self.file.runs, dict[int, RecordedRun]()
+        for index, past in enumerate(runs):
+            where = f"repeat {number + 1} of at most {self.repeats}: {index + 1} of {len(runs)}"
+            yield countdown.progress((number + index / len(runs)) / self.repeats, where)
+            try:
+                found = rerun(past, self.context, warm)
+            except UserError as error:
+                self.refused.setdefault(str(error), []).append(past.line)
+                continue
+            if KEPT_STORAGE in found.notes:
+                self.kept.append(past.line)
+                continue
+            now[past.line] = found.second[0]
+            if not number:
+                self.matches.append(found)
+        self.file.runs = [run for run in runs if run.line in now]
+        if not now:
+            raise UserError(f"none of the records could be measured. {' '.join(self._problems())}")
+        self.passes.append(now)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures of each strategy."""
+        recorded, known = {run.line: run for run in self.file.runs}, references(self.file.runs)
+        repeatable = frozenset(found.first[0].line for found in self.matches if _is_repeatable(found))
+        rows = []
+        for name in dict.fromkeys(run.row["strategy"] for run in self.file.runs):
+            own = [run for run in self.file.runs if run.row["strategy"] == name]
+            mine = {run.line: known[run.line] for run in own if run.line in known}
+            row = _Evidence(own, recorded, self.passes, mine, repeatable).figures(self.floor)
+            if name == TARGET and known:
+                row |= {"speed": REFERENCE, "more": ""}
+            verdicts = (row["speed"], row["drafts"], WORSE if row["other_texts_in_lines"] else PASSED)
+            row["verdict"] = next((one for one in (WORSE, UNDECIDED) if one in verdicts), row["speed"])
+            rows.append(row)
+        return rows
+
+    def status(self, rows: Sequence[Row]) -> int:
+        verdicts = {row["verdict"] for row in rows}
+        return 1 if WORSE in verdicts or self.refused else 3 if UNDECIDED in verdicts else 0
+
+    def _problems(self) -> list[str]:
+        sentences = [problem_sentence("A", lines, reason) for reason, lines in self.refused.items()]
+        kept = [problem_sentence("A", sorted({*self.kept}), f"{KEPT_STORAGE}.")] if self.kept else []
+        return [*self.file.left_out, *sentences, *kept]
+
+    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+        """What differs, what was not measured, and one line for CI."""
+        rows, problems = figures_of(findings), self._problems()
+        lines = [f"{row['strategy']}: {row['more']}." for row in rows if row["more"]]
+        lines += [NOT_GATED, *problems] if problems else []
+        lines += [DIFFERENT, *found] if (found := differences(self.matches)) else []
+        refused = sum(map(len, self.refused.values()))
+        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
+        return [*lines, f"gate: {WORDS[self.status(rows)]} (tolerance {self.percent:g} %): {'; '.join(parts)}."]
+
+    def _sentence(self, row: Row) -> str:
+        low, high = row["interval"] or (0.0, inf)
+        words = {WORSE: " is slower,", UNDECIDED: f" is {UNDECIDED},", REFERENCE: " is not gated,"}
+        name = f"{row['strategy']}{words.get(row['speed'], '')}"
+        text = f"{name} {row['ratio']:.3f} of the recorded {row['by']} ({low:.3f} to {high:.3f})"
+        if row["drafts"] in (WORSE, UNDECIDED):
+            text += f", {'perhaps ' * (row['drafts'] != WORSE)}fewer drafts accepted ({_accepted(row)} per token)"
+        if lines := row["other_texts_in_lines"]:
+            text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
+        return text
+
+    def markdown(self, findings: Sequence[Finding]) -> str:
+        *lines, last = self.conclusion(findings)
+        table = [TABLE.headings, ("---",) * len(TABLE.headings), *(finding.cells for finding in findings)]
+        rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
+        return "\n".join([f"**{last}**", "", *rows, "", *(f"- {line}" for line in lines), ""])
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"the summary {path} cannot be written: {os_reason(error)}.") from error
+
+
+def _gate(argument: str, context: CommandContext) -> Outcome:
+    match = re.fullmatch(r"(.*?)(?:\s+(\d\S*)%)?(?:\s+x(\d\S*))?", argument, re.DOTALL)
+    assert match is not None  # the pattern matches every argument
+    name, percent, repeats = match.groups()
+    file = read_records(path_in(name, "/gate runs.jsonl"))
+    gate = _Gate(
+        file,
+        context,
+        TOLERANCE.parse(percent) if percent else PERCENT,
+        GATE_REPEATS.parse(repeats) if repeats else REPEATS,
+    )
+    return [
+        TABLE.report(
+            *("gate", str(file.path), context.settings, gate.events()),
+            conclude=gate.conclusion,
+            title=f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}",
+            status=lambda findings: gate.status(figures_of(findings)),
+        )
+    ]
+
+
+GATE = Command(
+    "gate",
+    "FILE [P%] [xN]",
+    "are recorded runs slower, or worse?",
+    _gate,
+    group="checks",
+    about="Run the records of a --json file again, at most N times (5), until it is clear whether their speed-up over "
+    "target-only is lower by more than P % (5). Fewer accepted drafts, and other texts where equal ones are "
+    "guaranteed, count as well. infer.py --gate FILE has the exit status 0, 1 (worse) or 3 (not distinguishable).",
+    example=("> /gate runs.jsonl x3", "gate: passed (tolerance 5 %): speculative 0.998 of the recorded speed-up ..."),
+    files=("",),
+)

@@ -1,0 +1,86 @@
+"""The fields of a request beside its text: earlier messages, tools, the response format, keywords of the template.
+
+They have the names and forms of OpenAI's chat completions and of vLLM. Settings and prompt files hold them as one JSON
+text, "" without any. Nothing heavy is imported.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from utils.errors import UserError, check_choice
+from utils.text import encodable
+
+EXAMPLE = '{"chat_template_kwargs": {"enable_thinking": false}}'
+SENT = ("tools", "tool_choice", "response_format", "chat_template_kwargs")  # to servers as they are
+# `last` has the further fields of the last message, whose content is the text of the prompt.
+FORMS: dict[str, type | tuple[type, ...]] = {
+    "messages": list,
+    "last": dict,
+    "tools": list,
+    "tool_choice": (str, dict),
+    "response_format": dict,
+    "chat_template_kwargs": dict,
+}
+
+
+def parse_request(text: str) -> str:
+    """The fields of a JSON text in their stored form. Raises UserError if they are not valid."""
+    try:
+        fields = json.loads(encodable(text))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"this is not valid JSON; write for example {EXAMPLE}.") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"it must be a JSON object, for example {EXAMPLE}.")
+    for name, value in fields.items():
+        if not isinstance(value, FORMS[check_choice(name, tuple(FORMS), "the field")]):
+            raise UserError(f"{name} has the wrong type; write for example {EXAMPLE}.")
+    for name in ("messages", "tools"):
+        if not all(isinstance(part, dict) for part in fields.get(name, ())):
+            raise UserError(f"{name} must be a list of JSON objects.")
+    if not all(isinstance(one.get("role"), str) and isinstance(_text(one), str) for one in fields.get("messages", ())):
+        raise UserError("each of the messages needs a role, and a content that is text.")
+    fields = {name: value for name, value in fields.items() if value}
+    return json.dumps(fields, ensure_ascii=False) if fields else ""
+
+
+def request_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The text of the last message and the other fields of a logged request, or None if its last message has no text.
+
+    A text is a string or OpenAI's list of parts. Raises UserError if another field is not valid.
+    """
+    messages = entry["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        return None
+    *earlier, last = ({**one, "content": _text(one)} for one in messages)
+    if not isinstance(last["content"], str) or not last["content"].strip():
+        return None
+    further = {name: value for name, value in last.items() if name != "content"}
+    fields = {"messages": earlier, "last": {} if further == {"role": "user"} else further}
+    return last["content"], parse_request(json.dumps(fields | logged_fields(entry)))
+
+
+def logged_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in SENT if entry.get(name) is not None}
+
+
+def _text(message: Mapping[str, Any]) -> Any:
+    """The content of a message as text, or None if it has parts that are not text."""
+    content = message.get("content")
+    if content is None:  # beside calls of tools
+        return ""
+    if not isinstance(content, list):
+        return content
+    parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "".join(parts) if len(parts) == len(content) else None
+
+
+def request_messages(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a conversation that ends with a prompt, after the earlier messages of a request."""
+    *before, last = messages
+    earlier = list(fields.get("messages", ()))
+    if any(message["role"] == "system" for message in earlier):  # replaces that of the settings
+        before = [message for message in before if message["role"] != "system"]
+    opening = [message for message in before if message["role"] == "system"]
+    turns = [message for message in before if message["role"] != "system"]
+    return [*opening, *earlier, *turns, {**last, **fields.get("last", {})}]
