@@ -139,7 +139,7 @@ class Distillation:
             student = new_eagle3(self._target.model, usual_layers(layer_count(self._target.model)))
         weights = sum(weight.numel() for weight in student.parameters())
         scores = OF_SCORES * student.config.num_attention_heads * plan.length
-        return 4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores))
+        return int(4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores)))
 
     def _need_text(self) -> str:
         needed = max(self._page_bytes(self._plan.page), self._training_bytes())
