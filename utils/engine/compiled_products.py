@@ -52,7 +52,7 @@ _TILE_ARGUMENTS = {
     "out_stride": INT,
     "groups": INT,
     "last": INT,  # the last block that there is. A tile with more blocks computes it several times
-    "ahead": POINTER,  # weights that are asked for meanwhile, those of the first block
+    "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
     "share": INT,  # how many: one of 2^share parts of each block
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}

@@ -311,7 +311,7 @@ class Engine:
         return more_threads_are_faster(ForwardProbe(self._target), count, more)
 
     def _use_best(self, name: str, thread_count: int, extent: Extent) -> None:
-        """Install the best engine, or the one that was asked for, and test it. Raises UserError if none is left."""
+        """Install the best engine, or the requested one, and test it. Raises UserError if none is left."""
         known = thread_count or machine.requested_threads()
         names = self.candidates() if name == AUTO else [name]
         if not all(other in self.table for other in names):
