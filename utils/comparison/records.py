@@ -27,6 +27,7 @@ from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason, read_text
 from utils.metrics.divergence import Divergence
+from utils.metrics.text_spans import spans_of
 from utils.prompts.conversation import to_messages
 from utils.servers.address import TARGET
 from utils.servers.kinds.completion import IDS, Chat
@@ -157,6 +158,7 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "tokens_per_second": run.tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,
         **_draft_figures(run),
+        "accepted_by_span": _spans(last, entry, pair),
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
@@ -241,6 +243,13 @@ def _draft_figures(run: Run) -> dict[str, Any]:
         "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
         "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),
     }
+
+
+def _spans(last: LastPrompt, entry: ComparedRun, pair: Any) -> dict[str, list[int]] | None:
+    run, job = entry.run, last.jobs.get(entry.run.name)
+    if run.drafted is None or run.generation is None or job is None:
+        return None
+    return spans_of(job.prompt, run.generation.steps, pair.tokenizer)
 
 
 @cache
