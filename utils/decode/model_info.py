@@ -91,7 +91,10 @@ def check_memory(models: Sequence[Any], tokens: int, *, remedy: str, free: int |
     """
     models = [model for model in models if free is not None or model.device.type == "cpu"]
     need = int(GROWTH * sum(cache_bytes(model, tokens) for model in models))
-    if need < NEGLIGIBLE or need <= (free := available_memory() if free is None else free):
+    if need < NEGLIGIBLE:
+        return
+    free = available_memory() if free is None else free
+    if need <= free:
         return
     fitting = int(tokens * free / need)
     raise UserError(

@@ -96,7 +96,7 @@ def _extended(rates: Rates, length: int) -> Rates:
     return (*rates, *rates[-1:] * (length - len(rates)))
 
 
-def _local_costs(ours: Generation, theirs: Generation) -> dict[str, float | None] | None:
+def _local_costs(ours: Generation, theirs: Generation) -> dict[str, Any] | None:
     """Measured in the rounds after the first one, which reads the prompt, and without the round that took longest to
     draft: there the drafter reads it.
     """
@@ -130,9 +130,7 @@ def cause_effects(short: Sequence[RaceResult], long: Sequence[RaceResult]) -> di
     """By cause, the `factor` by which it alone changes the speed-up of decoding from the short to the long context, and
     its 95 % `interval` over the texts, which are the same in both. Empty where the figures are not known.
     """
-    models = {
-        (one.item.number, one.repeat): RoundModel.of(one.ours[0], one.theirs[0]) for one in short if one.theirs
-    }
+    models = {(one.item.number, one.repeat): RoundModel.of(one.ours[0], one.theirs[0]) for one in short if one.theirs}
     groups: dict[str, dict[int, list[float]]] = {name: {} for name in SWAPS}
     for one in long:
         before = models.get((one.item.number, one.repeat))

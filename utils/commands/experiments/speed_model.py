@@ -294,7 +294,7 @@ def _positions(row: Row) -> str:
     return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
 
 
-BY_POSITION = ResultColumn("by position", _positions, 1)
+BY_POSITION = ResultColumn("by position", _positions)
 
 
 def bottleneck(row: Row) -> str:
