@@ -82,7 +82,7 @@ NO_DRAFTS = "a strategy that drafts is needed: turn one on, for example with /sp
 FULL = "{} and the question leave no room for a text: {} is the maximum number of new tokens (/length)."
 SHORT = "The text is too short for a context of {}."
 ONE_TEXT = "All lengths have the same text, so the intervals hold for repeats of it. A longer file gives {} texts."
-PREFILL = "Reading the prompt takes {1} of the time of {0}, and drafts do not shorten it."
+PREFILL = "Of the time of {}, reading the prompt takes {}, and drafts do not shorten it."
 DRAFTER_CONTEXT = "The drafter has a context length of {:,}, so it drafts nothing in longer contexts."
 
 
@@ -281,7 +281,7 @@ def _figures(results: Sequence[RaceResult]) -> dict[str, Any]:
     known = [positions for one in results if (positions := one.ours[0].accepted_by_position)]
     summed = [[*map(sum, zip(*column, strict=True))] for column in zip_longest(*known, fillvalue=(0, 0))]
     models = [model for ours, theirs in pairs if (model := RoundModel.of(ours, theirs)) is not None]
-    extra = [1 + model.drafts * model.verify for model in models if model.verify is not None]
+    passes = [cost for model in models if (cost := model.verify_cost) is not None]
     waits = [(one.first_seconds, one.seconds) for _, one in pairs if one.first_seconds is not None]
     prompts = [one.ours[0].prompt_tokens for one in results]
     runs = [(ours.generation, theirs.generation) for ours, theirs in pairs if ours.generation and theirs.generation]
@@ -290,9 +290,10 @@ def _figures(results: Sequence[RaceResult]) -> dict[str, Any]:
         "prompt_tokens": [tokens for tokens in prompts if tokens is not None],
         "accepted_by_position": summed,
         "prefill_share": sum(first for first, _ in waits) / sum(whole for _, whole in waits) if waits else None,
-        "round_cost": mean(extra) if extra and not runs else None,
+        "verify_cost": mean(passes) if passes else None,
+        "drafts_per_pass": mean([model.width for model in models if model.width]) if passes else None,
         "drafts_per_round": mean([model.drafts for model in models]) if models else None,
-        **{name: costs.get(name) for name in ("draft_cost", "verify_cost", "declined_rounds")},
+        **{name: costs.get(name) for name in ("draft_cost", "declined_rounds")},
     }
 
 
@@ -313,7 +314,7 @@ def ladder_table(*, servers: bool) -> ResultTable:
         figure("server" if servers else "strategy", "strategy"),
         figure("acceptance", "acceptance_rate", "{:.3f}"),
         replace(BY_POSITION, drop=2),
-        *((figure("round cost", "round_cost", "{:.2f}"),) if servers else costs),
+        *((figure("round cost", "verify_cost", "{:.2f}"),) if servers else costs),
         marked(ResultColumn("speed-up", speedup_text)),
         ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
         ResultColumn("1x =====|", _bar, 1),
@@ -376,8 +377,7 @@ def _first_drafts(row: Row) -> str:
 
 
 def _round(row: Row) -> str:
-    cost = row["verify_cost"] if row["round_cost"] is None else row["round_cost"]
-    return f"{cost or 1:.2f} decode steps for {row['drafts_per_round'] or 0:.1f} drafts"
+    return f"{row['verify_cost'] or 1:.2f} decode steps for {row['drafts_per_pass'] or 0:.1f} drafts"
 
 
 FALLS: dict[str, tuple[str, Callable[[Row], str]]] = {
@@ -416,14 +416,14 @@ def _other_texts(arm: Sequence[Row]) -> list[str]:
 
 LADDER = Command(
     "ladder",
-    "[LENGTHS] [FILE]",
+    "[N ...] [FILE]",
     "up to which context do drafts pay?",
     _ladder,
     group="does it help?",
     about="Run texts cut to several context lengths, with a question at the end, by every strategy that drafts and by "
     "the target alone, in turns: acceptance, costs and speed-up at each length, and what makes drafts pay less in a "
-    "long context. LENGTHS are tokens of prompt and answer together (default 512 2k 8k, as far as the target's context "
-    "allows; 2k is 2,048). The text is the UTF-8 text of FILE, or Python's reference. It says how long it will take.",
+    "long context. N are tokens of prompt and answer together (512 2k 8k, as far as the target's context allows; 2k is "
+    "2,048). The text is that of FILE, or the reference of Python. It begins with an estimate of time and memory.",
     example=("> /ladder 512 2k", "speculative pays up to 2k tokens, the longest context: 1.31x ..."),
     files=("",),
 )

@@ -18,7 +18,9 @@ KINDS = (("copied", "new"), ("thinking", "answer"), ("code", "prose"))
 
 
 def spans_of(prompt: Sequence[int], steps: Sequence[Step], tokenizer: Any) -> dict[str, list[int]]:
-    """[accepted, drafted] by kind of text. A pair of KINDS is left out if its first kind does not occur."""
+    """[accepted, drafted] by kind of text, for kinds with drafts. A pair of KINDS is left out if the text has nothing of
+    its first kind.
+    """
     tokens = [token for step in steps for token in step.tokens]
     inside = _copied(prompt, tokens), *_marked(prompt, tokens, tokenizer)
     counts: dict[str, list[int]] = {}
@@ -33,7 +35,7 @@ def spans_of(prompt: Sequence[int], steps: Sequence[Step], tokenizer: Any) -> di
                     count[0] += index < step.accepted
                     count[1] += 1
                 start += len(step.tokens)
-    return counts
+    return {name: count for name, count in counts.items() if count[1]}
 
 
 def _copied(prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:

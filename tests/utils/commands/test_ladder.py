@@ -108,9 +108,7 @@ def climbed(session: ReplSession, view: Screen, folder: Path, line: str) -> tupl
     return rows, record["conclusion"]
 
 
-def test_acceptance_that_ends_at_a_known_context(
-    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acceptance_that_ends_at_a_known_context(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Times().install(monkeypatch)
     session = ladder_session(view, tmp_path, ladder_pair(right=300))
     rows, sentences = climbed(session, view, tmp_path, "/ladder 128 256 512")
@@ -119,7 +117,9 @@ def test_acceptance_that_ends_at_a_known_context(
     assert rows[512]["accepted_by_position"][0][0] == 0
     # 16 tokens in rounds of 4; a round costs 1.06 decode steps and 0.15 for its drafts, and without drafts accepted as
     # much for each token.
-    assert rows[128]["draft_cost"] == pytest.approx(0.05, rel=0.1) and rows[128]["verify_cost"] == pytest.approx(1.06, 0.02)
+    assert rows[128]["draft_cost"] == pytest.approx(0.05, rel=0.1) and rows[128]["verify_cost"] == pytest.approx(
+        1.06, 0.02
+    )
     effects = rows[512]["causes"]
     assert effects[ACCEPTANCE]["factor"] == pytest.approx(1 / 4, rel=0.05)
     assert not any(lowers(effects[name]) for name in (VERIFYING, DRAFTING)) and not rows[128]["causes"]
@@ -159,19 +159,6 @@ def test_a_drafter_with_a_shorter_context_drafts_nothing(
     assert rows[512]["drafted"] == 0 and [name for name, one in rows[512]["causes"].items() if lowers(one)] == [FEWER]
     assert "fewer tokens are drafted (3.0 a round at 128 tokens, 0.0 a round" in " ".join(sentences)
     assert "context length of 200" in view.take()[1]
-
-
-def test_without_a_change_no_cause_is_stated(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve ladders whose rounds vary by 10 %, three costs each. The rate of false causes, measured in 400 such
-    ladders, is below 1 %, so two of twelve are expected in fewer than 1 % of changes to this test.
-    """
-    stated = 0
-    for seed in range(12):
-        with monkeypatch.context() as patch:
-            Times(noise=0.1, seed=seed).install(patch)
-            _, sentences = climbed(ladder_session(view, tmp_path), view, tmp_path, "/ladder 128 256")
-            stated += "changes distinguishably for the worse" not in " ".join(sentences)
-    assert stated < 2
 
 
 def test_texts_have_their_lengths_and_differ(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,5 +277,5 @@ def test_where_it_pays(verdicts: tuple[str, ...], words: str) -> None:
 
 def test_a_long_prompt_is_named() -> None:
     rows = [row(1024, "faster", 1.5), row(2048, "faster", 1.1, prefill_share=0.8)]
-    assert "10% at 1k tokens and 80% at 2k tokens of the time" in " ".join(conclusion(rows))
-    assert "Reading" not in " ".join(conclusion(rows[:1]))
+    assert "reading the prompt takes 10% at 1k tokens and 80% at 2k tokens" in " ".join(conclusion(rows))
+    assert "reading" not in " ".join(conclusion(rows[:1]))

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, Self
 
 from utils.commands.experiments.races import RaceResult
-from utils.commands.experiments.speed_model import TargetTiming
 from utils.commands.shared.result_tables import Row
 from utils.comparison.arms import Run
 from utils.comparison.speed_claims import NOTICEABLE
@@ -26,14 +25,16 @@ class RoundModel:
     """The figures of the rounds of one run; times are in decode steps of the target's run of the same prompt.
 
     `reached` is the share of rounds with a draft at each position, of those that accepted all drafts before it, and
-    `accepted` the acceptance there. `drafts` is their number per round. `verify` and `draft` are the extra time of a
-    verify pass and the time of drafting for each draft, or None without drafts. `reading` is the time in which the
-    drafter reads the prompt, per new token, and `other` the rest of a round. Of servers, `verify` is all extra time.
+    `accepted` the acceptance there. `drafts` is their number per round, and `width` that of a usual round with drafts.
+    `verify` and `draft` are the extra time of a verify pass and the time of drafting for each draft, or None without
+    drafts. `reading` is the time in which the drafter reads the prompt, per new token, and `other` the rest of a round.
+    Of servers, `verify` is all extra time.
     """
 
     reached: Rates
     accepted: Rates
     drafts: float
+    width: float
     verify: float | None
     draft: float | None
     reading: float = 0.0
@@ -54,7 +55,12 @@ class RoundModel:
         if not all(speeds) or not ours.new_tokens:
             return None
         extra = ours.new_tokens / passes * speeds[1] / speeds[0] - 1  # type: ignore[operator]
-        return cls(reached, accepted, drafts, extra / drafts if drafts else None, None)
+        return cls(reached, accepted, drafts, drafts, extra / drafts if drafts else None, None)
+
+    @property
+    def verify_cost(self) -> float | None:
+        """The time of a usual verify pass with drafts; of servers, of a round."""
+        return None if self.verify is None else 1 + self.verify * self.width
 
     @property
     def speedup(self) -> float:
@@ -98,19 +104,21 @@ def _extended(rates: Rates, length: int) -> Rates:
 
 def _local_costs(ours: Generation, theirs: Generation) -> dict[str, Any] | None:
     """Measured in the rounds after the first one, which reads the prompt, and without the round that took longest to
-    draft: there the drafter reads it.
+    draft: there the drafter reads it. Times of forward passes are medians, because a busy machine delays some of them.
     """
     rounds = [(timing, len(step.drafted)) for step, timing in zip(ours.steps, ours.timings, strict=False)]
-    if len(rounds) < 3 or len(theirs.steps) < 2 or not (step := TargetTiming.of(theirs).step):
+    steps = [timing.total for timing in theirs.timings[1:]]
+    if len(rounds) < 3 or not steps or not (step := median(steps)):
         return None
     longest = max(rounds, key=lambda one: one[0].drafting)
     later = [one for one in rounds[1:] if one is not longest]
     drafting = [one for one in later if one[1]]
-    drafts = sum(count for _, count in drafting)
+    drafts, width = sum(count for _, count in drafting), median([count for _, count in drafting] or [0])
     reading = longest[0].drafting - median(timing.drafting for timing, _ in later)
     other = sum(timing.other + timing.drafting * (not count) for timing, count in later)
     return {
-        "verify": (sum(timing.verifying for timing, _ in drafting) / step - len(drafting)) / drafts if drafts else None,
+        "width": width,
+        "verify": (median(timing.verifying for timing, _ in drafting) / step - 1) / width if drafts else None,
         "draft": sum(timing.drafting for timing, _ in drafting) / step / drafts if drafts else None,
         "reading": max(0.0, reading) / step / len(ours.tokens),
         "other": other / step / len(later),
