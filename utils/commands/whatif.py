@@ -7,7 +7,6 @@ over what the drafters propose along the finished text (sampling.counterfactual)
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from utils.commands.experiments.speed_model import (
     BY_POSITION,
@@ -34,7 +33,7 @@ from utils.comparison.records import Finding, Progress, ReportEvent
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation
-from utils.metrics.text_spans import COPIED_TOKENS, KINDS, spans_of
+from utils.metrics.text_spans import spans_of
 from utils.text import count_of
 
 MIN_GAIN = 1.02  # predicted ratio from which a gamma is recommended
@@ -150,7 +149,7 @@ def _seconds(row: Row, part: str) -> str:
     return f"{row['seconds'][part]:.2f} s, {row['seconds'][part] / total:.0%}" if total else NOTHING
 
 
-WHY_COLUMNS = (
+WHY_TABLE = ResultTable(
     figure("strategy", "strategy"),
     figure("measured speed-up", "speedup", "{:.2f}x"),
     figure("tokens/round", "tokens_per_round", "{:.2f}"),
@@ -161,16 +160,6 @@ WHY_COLUMNS = (
     ResultColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
     *(ResultColumn(part, partial(_seconds, part=part)) for part in ("drafting", "verifying", "other")),
 )
-WHY_TABLE = ResultTable(*WHY_COLUMNS)
-SPANS = (
-    f"Copied tokens end {COPIED_TOKENS} tokens that are also in the prompt or the text before. The drafts of each kind "
-    "of text are those at the places of its tokens."
-)
-
-
-def _span(row: Row, kind: str) -> str:
-    accepted, drafted = row["accepted_by_span"].get(kind, (0, 0))
-    return f"{accepted}/{drafted} = {accepted / drafted:.2f}" if drafted else NOTHING
 
 
 def _why(argument: str, context: CommandContext) -> Outcome:
@@ -180,36 +169,35 @@ def _why(argument: str, context: CommandContext) -> Outcome:
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
-    rows = list(_splits(last))
-    kinds = [kind for names in KINDS for kind in names if any(kind in row["accepted_by_span"] for row in rows)]
-    spans = (ResultColumn(f"accepted: {kind}", partial(_span, kind=kind)) for kind in kinds)
-    table = ResultTable(*WHY_COLUMNS, *spans)
-    findings = map(table.finding, rows)
-    return [table.report("why", last.text, last.job.settings, findings, conclude=_limits, transposed=True)]
+    return [WHY_TABLE.report("why", last.text, last.job.settings, _splits(last), conclude=_limits, transposed=True)]
 
 
-def _splits(last: LastPrompt) -> Iterator[dict[str, Any]]:
+def _splits(last: LastPrompt) -> Iterator[Finding]:
     target, jobs = target_run(last), last.jobs
     for strategy, run, comparison in last.local:
         if strategy.drafts and run.timings:
             parts = ((one.drafting, one.verifying, one.total) for one in run.timings)
             drafting, verifying, total = map(sum, zip(*parts, strict=True))
-            yield {
-                **draft_figures([(run, target)], comparison.speedup or 1.0),
-                "strategy": strategy.name,
-                "gamma": last.job.settings.gamma,
-                "speedup": comparison.speedup,
-                "tokens_per_round": len(run.tokens) / len(run.steps),
-                "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
-                "accepted_by_span": spans_of(jobs[strategy.name].prompt, run.steps, last.job.pair.tokenizer),
-            }
+            yield WHY_TABLE.finding(
+                {
+                    **draft_figures([(run, target)], comparison.speedup or 1.0),
+                    "strategy": strategy.name,
+                    "gamma": last.job.settings.gamma,
+                    "speedup": comparison.speedup,
+                    "tokens_per_round": len(run.tokens) / len(run.steps),
+                    "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
+                    "accepted_by_span": spans_of(jobs[strategy.name].prompt, run.steps, last.job.pair.tokenizer),
+                }
+            )
 
 
 def _limits(findings: Sequence[Finding]) -> list[str]:
     known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
     lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
-    spans = [SPANS] * any(row["accepted_by_span"] for row in figures_of(findings))
-    return [*lines, UNIT, *spans, "Next: /whatif predicts every gamma for this text."]
+    for row in figures_of(findings):
+        kinds = (f"{kind} {accepted}/{drafted}" for kind, (accepted, drafted) in row["accepted_by_span"].items())
+        lines += [f"{row['strategy']}, accepted by kind of text: {shown}."] if (shown := ", ".join(kinds)) else []
+    return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]
 
 
 WHY = Command(

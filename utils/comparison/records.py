@@ -158,7 +158,9 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "tokens_per_second": run.tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,
         **_draft_figures(run),
-        "accepted_by_span": _spans(last, entry, pair),
+        "accepted_by_span": None
+        if run.generation is None or run.drafted is None
+        else spans_of(last.jobs[run.name].prompt, run.generation.steps, pair.tokenizer),
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
@@ -243,13 +245,6 @@ def _draft_figures(run: Run) -> dict[str, Any]:
         "draft_seconds": None if local is None else sum(timing.drafting for timing in local.timings),
         "verify_seconds": None if local is None else sum(timing.verifying for timing in local.timings),
     }
-
-
-def _spans(last: LastPrompt, entry: ComparedRun, pair: Any) -> dict[str, list[int]] | None:
-    run, job = entry.run, last.jobs.get(entry.run.name)
-    if run.drafted is None or run.generation is None or job is None:
-        return None
-    return spans_of(job.prompt, run.generation.steps, pair.tokenizer)
 
 
 @cache

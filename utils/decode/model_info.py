@@ -37,7 +37,7 @@ def context_length(model: Any) -> int | None:
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
-    """The bytes of the keys and values of this many tokens, on a CPU in float32, but at most of the model's context.
+    """The bytes of the keys and values of this many tokens in float32, but at most of the model's context.
 
     An estimate: 0 for a model without attention.
     """
@@ -45,8 +45,7 @@ def cache_bytes(model: Any, tokens: int) -> int:
     layers = [config] * getattr(config, "num_hidden_layers", 0)
     if getattr(config, "is_heterogeneous", False):
         layers = [*config.per_layer_config]
-    size = 4 if model.device.type == "cpu" else model.dtype.itemsize
-    return 2 * size * sum(map(_key_size, layers)) * min(tokens, context_length(model) or tokens)
+    return 2 * 4 * sum(map(_key_size, layers)) * min(tokens, context_length(model) or tokens)
 
 
 def _key_size(config: Any) -> int:
@@ -83,18 +82,14 @@ def check_prompt(prompt: list[int], model: Any) -> None:
         )
 
 
-def check_memory(models: Sequence[Any], tokens: int, *, remedy: str, free: int | None = None) -> None:
+def check_memory(models: Sequence[Any], tokens: int, *, remedy: str) -> None:
     """Raise UserError if the KV caches of a run of this many tokens do not fit into memory.
 
-    Without `free`, the free bytes of their device, only for models on the CPU: other devices report a lack of memory
-    themselves, but there the system would kill the program.
+    Only for models on the CPU: other devices report a lack of memory themselves, but there the system would kill the
+    program.
     """
-    models = [model for model in models if free is not None or model.device.type == "cpu"]
-    need = int(GROWTH * sum(cache_bytes(model, tokens) for model in models))
-    if need < NEGLIGIBLE:
-        return
-    free = available_memory() if free is None else free
-    if need <= free:
+    need = int(GROWTH * sum(cache_bytes(model, tokens) for model in models if model.device.type == "cpu"))
+    if need < NEGLIGIBLE or need <= (free := available_memory()):
         return
     fitting = int(tokens * free / need)
     raise UserError(

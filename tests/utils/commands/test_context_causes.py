@@ -14,6 +14,7 @@ from utils.commands.experiments.context_causes import (
     ACCEPTANCE,
     DRAFTING,
     FEWER,
+    SWAPS,
     VERIFYING,
     RoundModel,
     cause_effects,
@@ -56,10 +57,9 @@ def test_the_figures_of_a_run() -> None:
     times = [timing(0.4, 7.0), timing(0.4, 1.3, 0.1), timing(0.1, 1.0), timing(4.4, 1.4), timing(0.2, 1.2)]
     model = RoundModel.of(drafting_run(rounds, times), target_run(9))
     assert model is not None
-    assert model.reached == (4 / 5, 2 / 3) and model.accepted == (3 / 4, 1 / 2) and model.drafts == 7 / 5
+    assert model.rates == ((4 / 5, 3 / 4), (2 / 3, 1 / 2)) and model.drafts == 7 / 5
     # Medians without the first round and the one that reads: 1.25 decode steps for 1.5 drafts.
     assert model.verify == pytest.approx(0.25 / 1.5) and model.width == 1.5
-    assert model.verify_cost == pytest.approx(1.25)
     assert model.draft == pytest.approx((0.4 + 0.2) / 3)
     assert model.reading == pytest.approx((4.4 - 0.2) / 9)  # 9 new tokens, and 0.2 is the median of the other rounds
     assert model.other == pytest.approx((0.1 + 0.1) / 3)  # 0.1 outside the models, and 0.1 of drafting in vain
@@ -70,18 +70,18 @@ def test_the_figures_of_a_run() -> None:
 
 
 def test_a_swap_changes_one_cause_only() -> None:
-    short = RoundModel((1.0, 1.0), (0.8, 0.5), 2.0, 2, 0.1, 0.2)
-    long = RoundModel((0.5,), (0.4,), 0.5, 1, 0.3, 0.4, reading=0.5)
+    short = RoundModel(((1.0, 0.8), (1.0, 0.5)), 2.0, 2, 0.1, 0.2)
+    long = RoundModel(((0.5, 0.4),), 0.5, 1, 0.3, 0.4, reading=0.5)
     assert short.speedup == pytest.approx((1 + 0.8 + 0.4) / 1.6)
     # The second position was never tried in the long context, so it gets the acceptance of the first.
-    assert short.with_acceptance(long).speedup == pytest.approx((1 + 0.4 + 0.16) / 1.6)
-    assert short.with_verifying(long).speedup == pytest.approx(2.2 / 2.0)
-    assert short.with_drafting(long).speedup == pytest.approx(1 / (2.0 / 2.2 + 0.5))
-    assert short.with_drafts(long).speedup == pytest.approx((1 + 0.5 * 0.8) / 1.15)
-    nothing = RoundModel((), (), 0.0, 0, None, None)
-    assert short.with_drafts(nothing).speedup == 1.0
-    for swap in (RoundModel.with_acceptance, RoundModel.with_verifying, RoundModel.with_drafting):
-        assert swap(short, nothing) == short, "without drafts these are not known"
+    assert SWAPS[ACCEPTANCE](short, long).speedup == pytest.approx((1 + 0.4 + 0.16) / 1.6)
+    assert SWAPS[VERIFYING](short, long).speedup == pytest.approx(2.2 / 2.0)
+    assert SWAPS[DRAFTING](short, long).speedup == pytest.approx(1 / (2.0 / 2.2 + 0.5))
+    assert SWAPS[FEWER](short, long).speedup == pytest.approx((1 + 0.5 * 0.8) / 1.15)
+    nothing = RoundModel((), 0.0, 0, 0.0)
+    assert SWAPS[FEWER](short, nothing).speedup == 1.0
+    for name in (ACCEPTANCE, VERIFYING, DRAFTING):
+        assert SWAPS[name](short, nothing) == short, "without drafts these are not known"
 
 
 def test_the_figures_of_a_server() -> None:
@@ -94,8 +94,8 @@ def test_the_figures_of_a_server() -> None:
 
     found = ServerAcceptance(10, 7, rounds=5, forwards=5, by_position=((4, 5), (3, 4)))
     model = RoundModel.of(run("spec", 0.5, found), run("plain", 1.0, None))
-    assert model is not None and model.reached == (1.0, 1.0) and model.accepted == (4 / 5, 3 / 4)
-    assert model.drafts == 2 and model.verify == pytest.approx(0.1) and model.draft is None
+    assert model is not None and model.rates == ((1.0, 4 / 5), (1.0, 3 / 4))
+    assert model.drafts == 2 and model.verify == pytest.approx(0.1) and model.draft == 0
     assert model.speedup == pytest.approx(2.0)
     assert RoundModel.of(run("spec", 0.5, ServerAcceptance(10, 7, valid=False)), run("plain", 1.0, None)) is None
 

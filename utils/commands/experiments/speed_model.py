@@ -9,7 +9,6 @@ the target's own run.
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from statistics import mean
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -207,8 +206,8 @@ def predictions(
 class TimeSplit:
     """How runs with drafts spent their seconds.
 
-    `prefill` is the time in which the target reads the prompt. `steps` is one decode step of the target for each round,
-    and `verifying` the extra time of verify passes. `target` is the time of the target's runs.
+    `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
+    `verifying` the extra time of verify passes. `target` is the time of the target's runs.
     """
 
     prefill: float
@@ -225,7 +224,7 @@ class TimeSplit:
         if not timed:
             return None
         parts = [part for run, _, _ in timed for part in run.timings]
-        prefill = sum(_prefill(run, timing) for run, _, timing in timed)
+        prefill = sum(timing.start for _, _, timing in timed)
         steps = sum(timing.step * len(run.steps) for run, _, timing in timed)
         verifying = max(0.0, sum(part.verifying for part in parts) - prefill - steps)
         drafting, other = sum(part.drafting for part in parts), sum(part.other for part in parts)
@@ -234,15 +233,6 @@ class TimeSplit:
     @property
     def total(self) -> float:
         return self.prefill + self.steps + self.verifying + self.drafting + self.other
-
-
-def _prefill(run: Generation, target: TargetTiming) -> float:
-    """The part of a run's first verify pass that its other passes do not have.
-
-    After a long prompt, the small difference between two prefills would be larger than all costs of verifying.
-    """
-    later = [timing.verifying for timing in run.timings[1:]]
-    return max(0.0, run.timings[0].verifying - mean(later)) if later else target.start
 
 
 def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
