@@ -26,7 +26,7 @@ from utils.commands.experiments.races import with_bounds as bounds
 from utils.commands.experiments.speed_model import BY_POSITION, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.comparison.arms import Arm, request_maker
+from utils.comparison.arms import Arm, complete, request_maker
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.speed_claims import BASELINE, FASTER, MIN_VALUES, interval_text, server_notes, speedup_text
@@ -35,7 +35,6 @@ from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, context_length
 from utils.errors import UserError
 from utils.files import read_text
-from utils.metrics.costs import Costs
 from utils.models.memory import free_bytes
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt
@@ -111,7 +110,7 @@ class _Ladder:
     def _events(self, text: str, lengths: Sequence[int]) -> Iterator[ReportEvent]:
         limits = [context_length(model) for model in self._models]
         if self._models:
-            yield Progress("measuring the costs of drafters ...")
+            yield Progress("measuring what a run takes ...")
             self._settings = with_costs(self._harness, self._settings)
         if not lengths:
             most = limits[0] if limits and limits[0] else DEFAULT[-1]
@@ -120,7 +119,7 @@ class _Ladder:
         repeats = -(-TEXTS * len(self._lengths) // len(items))
         self._race = ArmRace(self._harness, items, repeats, weight=lambda item: len(item.prompt.text))
         yield from map(Note, [ONE_TEXT] * (repeats == TEXTS))
-        yield Note(self._estimate(repeats * len(items) // len(self._lengths)))
+        yield Note(self._estimate(items, repeats))
         if limits[1:] and limits[1] is not None and limits[1] < self._lengths[-1]:
             yield Note(DRAFTER_CONTEXT.format(limits[1]))
         yield from self._race.events()
@@ -186,17 +185,23 @@ class _Ladder:
             ids = None
         return len(text) // CHARACTERS if ids is None else len(ids)
 
-    def _estimate(self, count: int) -> str:
-        """What runs and what it takes, where `count` prompts have each length. The time on servers is not known."""
+    def _estimate(self, items: Sequence[RaceItem], repeats: int) -> str:
+        """What runs, and the time and memory that it takes. The time on servers is not estimated.
+
+        A prefill takes n (a + b n) seconds, by short runs of the target at the first two lengths.
+        """
+        count = repeats * len(items) // len(self._lengths)
         what = f"{count} runs at {', '.join(map(_name, self._lengths))} tokens with each of {len(self._arms)} arms"
         if not self._models:
             return f"{what}."
-        costs, seconds = self._settings.costs or Costs(), 0.0
-        for length in self._lengths:
-            growth = (costs.longer.step - 1) * length / costs.longer.length if costs.longer else 0.0
-            steps = costs.prefill_cost(length) * (1 + growth / 2) + self._settings.length * (1 + growth)
-            seconds += count * len(self._arms) * steps * self._harness.pair.engine.step_seconds
-        about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        short = replace(self._settings, length=1)
+        runs = [complete(self._arms[-1].run(one.prompt.text, short)) for one in items[: min(2, len(self._lengths))]]
+        (size, seconds), (larger, longer) = ((run.prompt_tokens or 1, run.seconds) for run in (runs[0], runs[-1]))
+        grows = max(0.0, (longer / larger - seconds / size) / (larger - size)) if larger > size else 0.0
+        reading = sum(length * (seconds / size + grows * (length - size)) for length in self._lengths)
+        steps = len(self._lengths) * self._settings.length * self._harness.pair.engine.step_seconds
+        whole = count * len(self._arms) * (reading + steps)
+        about = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} minutes"
         return f"{what}: about {about}, and up to {byte_size(self._bytes(self._lengths[-1]))} for keys and values."
 
     def _rows(self) -> Iterator[dict[str, Any]]:

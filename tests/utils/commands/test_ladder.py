@@ -67,11 +67,11 @@ class Times:
     verify: Callable[[int], float] = lambda prompt: 0.02
     draft: Callable[[int], float] = lambda prompt: 0.05
     reading: Callable[[int], float] = lambda prompt: 0.0
+    prefill: Callable[[int], float] = lambda prompt: prompt / 1000
     noise: float = 0.0
-    seed: int = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        run_arm, random = LocalArm.run, np.random.default_rng(self.seed)
+        run_arm, random = LocalArm.run, np.random.default_rng(0)
         monkeypatch.setattr(intervals, "RESAMPLES", RESAMPLES)
 
         def run(arm: LocalArm, text: str, settings: Settings, history: Turns = (), watch: Any = None) -> Run:
@@ -85,7 +85,7 @@ class Times:
         prompt, timings = run.prompt_tokens or 0, []
         for place, step in enumerate(run.generation.steps):
             factor, count = STEP * exp(self.noise * random.standard_normal()), len(step.drafted)
-            verifying = factor * (1 + self.verify(prompt) * count) + (place == 0) * 0.001 * prompt
+            verifying = factor * (1 + self.verify(prompt) * count) + (place == 0) * self.prefill(prompt)
             drafting = factor * self.draft(prompt) * count + STEP * self.reading(prompt) * (place == 0 and count > 0)
             timings.append(RoundTiming(drafting, verifying, drafting + verifying, count))
         seconds, first = sum(one.total for one in timings), timings[0].total
@@ -188,7 +188,7 @@ def test_texts_have_their_lengths_and_differ(view: Screen, tmp_path: Path, monke
 def test_strategies_take_turns(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     session = ladder_session(view, tmp_path)
-    before_each_run(monkeypatch, lambda strategy, settings: order.append(strategy.name[0]))
+    before_each_run(monkeypatch, lambda strategy, settings: order.extend(strategy.name[: settings.length == LENGTH]))
     assert session.handle("/ladder 128 256") is Verdict.DONE, view.take()
     assert "".join(order) == "stst" + "tsts" + "stst" + "tsts" + "stst", "two lengths of each text, the same one first"
 
@@ -209,7 +209,7 @@ def test_a_short_file_is_repeated(view: Screen, tmp_path: Path, monkeypatch: pyt
     [
         ("/ladder 0", "'0' is not a context length"),
         ("/ladder 2m", "'2m' is not a context length"),
-        ("/ladder 2k", "context length of 1,024"),
+        ("/ladder 2k", "2k is left out. tiny-target has a context length of 1,024"),
         ("/ladder 32", "no room for a text"),
         ("/ladder nowhere.txt", "nowhere.txt cannot be read"),
     ],
@@ -239,7 +239,7 @@ def test_a_strategy_must_draft(view: Screen, tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_was_measured(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = ladder_session(view, tmp_path)
-    interrupt_after(monkeypatch, 6)  # within the second text
+    interrupt_after(monkeypatch, 8)  # within the second text; two runs estimate the time
     assert session.handle("/ladder 128 256") is Verdict.INTERRUPTED
     record = records_of(tmp_path / "records.jsonl")[-1]
     assert not record["finished"] and {row["context"]: row["prompts"] for row in record["findings"]} == {128: 2, 256: 1}
@@ -278,3 +278,12 @@ def test_a_long_prompt_is_named() -> None:
     rows = [row(1024, "faster", 1.5), row(2048, "faster", 1.1, prefill_share=0.8)]
     assert "reading the prompt takes 10% at 1k tokens and 80% at 2k tokens" in " ".join(conclusion(rows))
     assert "reading" not in " ".join(conclusion(rows[:1]))
+
+
+def test_the_estimate_of_time(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading n tokens takes n / 1000 + n ** 2 / 100,000 seconds, measured at two lengths; a decode step takes 1 ms."""
+    Times(prefill=lambda prompt: prompt / 1000 + prompt**2 / 100_000).install(monkeypatch)
+    assert ladder_session(view, tmp_path).handle("/ladder 128 256 1k") is Verdict.DONE
+    expected = 5 * 2 * (sum(n / 1000 + n**2 / 100_000 for n in (128, 256, 1024)) + 3 * LENGTH / 1000)
+    (minutes,) = re.findall(r"about (\d+) minutes", view.take()[1])
+    assert float(minutes) == pytest.approx(expected / 60, rel=0.1, abs=0.6)
