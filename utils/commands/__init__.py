@@ -4,6 +4,7 @@ from utils.commands.checks import AUDIT, LOSSLESS
 from utils.commands.compare import COMPARE, REPLAY
 from utils.commands.gate import GATE
 from utils.commands.help import EXPLAIN, help_command
+from utils.commands.ladder import LADDER
 from utils.commands.learn import LEARN
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
@@ -19,7 +20,7 @@ __all__ = ["Command", "CommandContext", "Outcome", "Registry", "default_registry
 
 def default_registry() -> Registry:
     """All commands. /help sorts them by group and rank, and keeps this order among equals."""
-    experiments = (VERDICT, RACE, WHY, WHATIF, SWEEP, REPLAY, GATE, AUDIT, LOSSLESS)
+    experiments = (VERDICT, RACE, WHY, WHATIF, LADDER, SWEEP, REPLAY, GATE, AUDIT, LOSSLESS)
     results = (TEXTS, EXPLAIN, EXPORT, COMPARE)
     settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
     commands = (*experiments, *settings, *PAIR_COMMANDS, LEARN, SERVER, *results, *SESSION_COMMANDS)

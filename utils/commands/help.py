@@ -30,6 +30,9 @@ FIGURES = {
     "text": "same if the tokens are those of target-only, otherwise the first token that differs, counted from 1",
     "by position": "acceptance of the first, second, ... draft of a round, of those rounds that accepted all drafts "
     "before it",
+    "accepted by kind of text": "/why: accepted drafts / drafts in text that is copied or new, in thinking (between "
+    "<think> marks) or the answer, in code (between ``` lines) or prose; a token is copied if it ends four tokens that "
+    "the text before contains, too",
     "rounds without drafts": "rounds in which nothing was drafted / rounds; such a round is a target forward over one "
     "token",
     "draft | verify | other": "milliseconds in the drafter, in the target's forward passes, and in everything else: "

@@ -12,6 +12,7 @@ from typing import Any
 
 from utils.commands.experiments import other_hardware as elsewhere
 from utils.commands.experiments.speed_model import (
+    BY_POSITION,
     GammaRounds,
     TargetTiming,
     bottleneck,
@@ -37,6 +38,7 @@ from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation
+from utils.metrics.text_spans import spans_of
 from utils.models.feature_drafter import StepwiseDrafter
 from utils.pairs.request import LOADED
 from utils.text import count_of
@@ -225,13 +227,7 @@ WHATIF = Command(
 )
 
 
-SHOWN_POSITIONS = 4
 UNIT = "Unit of the costs: one target forward over one token, by the times of these runs."
-
-
-def _positions(row: Row) -> str:
-    rates = [accepted / tried for accepted, tried in row["accepted_by_position"][:SHOWN_POSITIONS] if tried]
-    return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
 
 
 def _seconds(row: Row, part: str) -> str:
@@ -246,7 +242,7 @@ WHY_TABLE = ResultTable(
     figure("drafts/round", "drafts_per_round", "{:.1f}"),
     figure("draft cost", "draft_cost", "{:.3f}"),
     figure("verify cost", "verify_cost", "{:.2f}"),
-    ResultColumn("by position", _positions),
+    BY_POSITION,
     ResultColumn("rounds without drafts", lambda row: f"{row['declined_rounds']}/{row['rounds']}"),
     *(ResultColumn(part, partial(_seconds, part=part)) for part in ("drafting", "verifying", "other")),
 )
@@ -263,7 +259,7 @@ def _why(argument: str, context: CommandContext) -> Outcome:
 
 
 def _splits(last: LastPrompt) -> Iterator[Finding]:
-    target = target_run(last)
+    target, jobs = target_run(last), last.jobs
     for strategy, run, comparison in last.local:
         if strategy.drafts and run.timings:
             parts = ((one.drafting, one.verifying, one.total) for one in run.timings)
@@ -276,6 +272,7 @@ def _splits(last: LastPrompt) -> Iterator[Finding]:
                     "speedup": comparison.speedup,
                     "tokens_per_round": len(run.tokens) / len(run.steps),
                     "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
+                    "accepted_by_span": spans_of(jobs[strategy.name].prompt, run.steps, last.job.pair.tokenizer),
                 }
             )
 
@@ -283,6 +280,9 @@ def _splits(last: LastPrompt) -> Iterator[Finding]:
 def _limits(findings: Sequence[Finding]) -> list[str]:
     known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
     lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
+    for row in figures_of(findings):
+        kinds = (f"{kind} {accepted}/{drafted}" for kind, (accepted, drafted) in row["accepted_by_span"].items())
+        lines += [f"{row['strategy']}, accepted by kind of text: {shown}."] if (shown := ", ".join(kinds)) else []
     return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]
 
 

@@ -27,6 +27,7 @@ from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason, read_text
 from utils.metrics.divergence import Divergence
+from utils.metrics.text_spans import spans_of
 from utils.prompts.conversation import to_messages
 from utils.servers.address import TARGET
 from utils.servers.kinds.completion import IDS, Chat
@@ -158,6 +159,9 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "tokens_per_second": run.tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,
         **_draft_figures(run),
+        "accepted_by_span": None
+        if run.generation is None or run.drafted is None
+        else spans_of(last.jobs[run.name].prompt, run.generation.steps, pair.tokenizer),
         "baseline": comparison.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,

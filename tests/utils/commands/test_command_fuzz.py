@@ -11,7 +11,7 @@ from utils.pairs.load_pair import load_pair
 from utils.repl.repl_session import Verdict
 
 SLOW = {"audit", "lossless", "quit", "engine", "threads", "costs", "drafter_kind", "beams"}
-SLOW |= {"save", "run", "why", "whatif", "race", "sweep", "texts"}
+SLOW |= {"save", "run", "why", "whatif", "ladder", "race", "sweep", "texts"}
 WORDS = (
     *(
         "on",

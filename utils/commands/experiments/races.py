@@ -186,7 +186,7 @@ class ArmRace:
     """The items and the results so far.
 
     `failures` counts, by server, the prompts in a row without an answer. `places` are those of prompts that could be
-    run, in their order.
+    run, in their order. `weight` is how long an item takes relative to others.
     """
 
     harness: Harness
@@ -196,6 +196,7 @@ class ArmRace:
     failures: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
+    weight: Callable[[RaceItem], float] = lambda item: 1.0
 
     def events(self) -> Iterator[ReportEvent]:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
@@ -203,7 +204,8 @@ class ArmRace:
             yield Note(ONLY_FIRST_TURNS)
         yield Progress("warming up ...")
         self._warm_up()
-        countdown, total = Countdown(), len(self.items) * self.repeats
+        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0.0
+        whole = self.repeats * sum(map(self.weight, self.items))
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
             # The prompts of a file keep their order; the values of a sweep take turns.
@@ -211,8 +213,9 @@ class ArmRace:
                 done = repeat * len(self.items) + place
                 where = f"{item.group}, " if len({one.group for one in self.items}) > 1 else ""
                 where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
-                yield countdown.progress(done / total, where)
+                yield countdown.progress(spent / whole, where)
                 yield from self.run(item, repeat)
+                spent += self.weight(item)
         if not self.results:
             raise UserError("none of the prompts could be run.")
 

@@ -24,7 +24,7 @@ from sampling.counterfactual import (
     replay,
 )
 from utils.bounds import AUTO_GAMMA
-from utils.commands.shared.result_tables import Row
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, Row
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Countdown, Progress
 from utils.comparison.strategies import Job, Strategy
@@ -274,6 +274,17 @@ def draft_figures(pairs: Sequence[tuple[Generation, Generation]], speedup: float
         "limits": gains,
         "bottleneck": "no drafts" if declines else max(gains, key=gains.__getitem__),
     }
+
+
+SHOWN_POSITIONS = 4
+
+
+def _positions(row: Row) -> str:
+    rates = [accepted / tried for accepted, tried in (row["accepted_by_position"] or ())[:SHOWN_POSITIONS] if tried]
+    return " ".join(f"{rate:.2f}" for rate in rates) or NOTHING
+
+
+BY_POSITION = ResultColumn("by position", _positions)
 
 
 def bottleneck(row: Row) -> str:
