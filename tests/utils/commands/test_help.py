@@ -19,7 +19,7 @@ COMMANDS = list(default_registry())
 VISIBLE = default_registry().visible()
 README = ROOT / "utils" / "commands" / "README.md"
 ROWS, WIDTH = 24, 80
-FIRST_PAGE, SECOND_PAGE = 16, 32  # the most commands on /help, and further ones on /help all
+FIRST_PAGE, SECOND_PAGE = 16, 33  # the most commands on /help, and further ones on /help all
 QUESTIONS = ("race", "why", "whatif")
 
 
