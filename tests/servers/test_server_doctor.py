@@ -39,7 +39,7 @@ from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
 PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
-LENGTH, RIGHT = 16, Conventions((2, 3, 4))
+LENGTH, RIGHT = 12, Conventions((2, 3, 4))
 SHORT = f"length={LENGTH} long=0"
 PACE = Faults(chunk_delay=0.01)  # of the baseline
 
@@ -105,7 +105,7 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
     drafter.config._attn_implementation = "sdpa"  # which has gradients
     positions = torch.arange(texts.shape[1])[None]
     optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(120):
+    for _ in range(80):
         made = drafter.next_states(drafter.fuse_features(states[:, :-2]), texts[:, 1:-1], positions[:, :-2], None)
         loss = cross_entropy(drafter.logits(made.flatten(0, 1)), texts[:, 2:].flatten())
         fed = drafter.feedback(made)[:, :-1]
