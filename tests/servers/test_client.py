@@ -139,7 +139,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failure_is_one_sentence_and_the_next_request_works(server: Loopback, name: str) -> None:
     server.faults, expected = FAULTS[name]
-    assert expected in refusal(server, model="tiny", timeout=0.3)
+    assert expected in refusal(server, model="tiny", timeout=1.0)
     assert len(server.posts()) == 1  # nothing is tried twice
     server.faults = Faults()
     assert complete(server).token_count == 6
