@@ -147,9 +147,9 @@ def test_a_failure_is_one_sentence_and_the_next_request_works(server: Loopback, 
 
 def test_a_silent_server(server: Loopback) -> None:
     server.faults = Faults(silent=True)
-    assert "took too long" in refusal(server, model="tiny", timeout=1.0)
+    assert "took too long" in refusal(server, model="tiny", timeout=0.3)
     server.faults = Faults(chunk_delay=5.0)
-    assert "took too long" in refusal(server, timeout=1.0)
+    assert "took too long" in refusal(server, timeout=0.3)
 
 
 def test_a_server_that_dies_and_comes_back(server: Loopback) -> None:

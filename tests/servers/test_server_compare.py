@@ -16,7 +16,7 @@ from utils.servers.address import ServerAddress
 
 def test_servers_are_compared_by_their_rows(view: Screen, tmp_path: Path) -> None:
     files = []
-    for name, delay in (("a", 0.1), ("b", 0.02)):
+    for name, delay in (("a", 0.05), ("b", 0.01)):
         with Loopback(faults=Faults(chunk_delay=delay)) as plain, Loopback() as spec:
             servers = ServerAddress("plain", plain.url), ServerAddress("spec", spec.url, baseline="plain")
             session = server_session(view, *servers, records=tmp_path / name)

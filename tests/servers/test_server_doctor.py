@@ -39,9 +39,9 @@ from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
 PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
-LENGTH, RIGHT = 16, Conventions((2, 3, 4))
+LENGTH, RIGHT = 12, Conventions((1, 2, 3))
 SHORT = f"length={LENGTH} long=0"
-PACE = Faults(chunk_delay=0.01)  # of the baseline
+PACE = Faults(chunk_delay=0.005)  # of the baseline
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.Mo
 @cache
 def eagle_pair() -> TinyPair:
     """A target and an EAGLE-3 drafter that has learnt its greedy answers to the prompts."""
-    pair = tiny_pair(kind="llama", drafter=False, num_hidden_layers=6)
+    pair = tiny_pair(kind="llama", drafter=False, num_hidden_layers=4)
     texts = []
     for prompt in PROMPTS:
         ids = pair.tokenizer(prompt)["input_ids"][:24]
@@ -85,7 +85,7 @@ def eagle_pair() -> TinyPair:
         torch.manual_seed(0)
         config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {}), head_norms=False)
         config.vocab_size = VOCABULARY
-        parts = Parts(6, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
+        parts = Parts(4, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
         drafter = Eagle3(config, RIGHT, parts)
         head = DraftHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), None, VOCABULARY)
         share_parts(drafter, pair.target.get_input_embeddings(), head, pair.target)
@@ -105,7 +105,7 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
     drafter.config._attn_implementation = "sdpa"  # which has gradients
     positions = torch.arange(texts.shape[1])[None]
     optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(120):
+    for _ in range(80):
         made = drafter.next_states(drafter.fuse_features(states[:, :-2]), texts[:, 1:-1], positions[:, :-2], None)
         loss = cross_entropy(drafter.logits(made.flatten(0, 1)), texts[:, 2:].flatten())
         fed = drafter.feedback(made)[:, :-1]
@@ -157,7 +157,7 @@ def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expe
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
     pair = eagle_pair()
     drafter = deepcopy(pair.drafter)
-    drafter.conventions = replace(RIGHT, feature_layers=(3, 4, 5))
+    drafter.conventions = replace(RIGHT, feature_layers=(2, 3, 4))
     shown, _ = examined(DecodingServer(pair=pair, drafter=drafter, gamma=1))
     assert "The first draft is accepted at" in shown and "other hidden states or layers" in shown
     assert "Explained by layer ids read as outputs of layers, one later" in shown

@@ -32,14 +32,14 @@ from utils.servers.load_slice import LoadRequest, LoadSlice
 
 @pytest.fixture
 def plain() -> Iterator[Loopback]:
-    with Loopback(faults=Faults(chunk_delay=0.03)) as running:
+    with Loopback(faults=Faults(chunk_delay=0.02)) as running:
         yield running
 
 
 @pytest.fixture
 def spec() -> Iterator[Loopback]:
     """Three times as fast, but it answers one request at a time."""
-    with Loopback(faults=Faults(chunk_delay=0.01), slots=1) as running:
+    with Loopback(faults=Faults(chunk_delay=0.0067), slots=1) as running:
         yield running
 
 

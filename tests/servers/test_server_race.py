@@ -212,7 +212,7 @@ def test_ctrl_c_in_the_warm_up_ends_the_command(
 def test_drafts_are_pooled_and_a_gain_needs_them(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two[0].faults = Faults(chunk_delay=0.03)
+    two[0].faults = Faults(chunk_delay=0.015)
     found: list[ServerAcceptance | None] = []
     monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found.pop(0) if found else None)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")

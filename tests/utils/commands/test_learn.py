@@ -82,9 +82,9 @@ def test_a_damaged_drafter_learns_is_used_and_undone(
     monkeypatch.setattr(training, "PROGRAM", (*training.PROGRAM[:2], *training.PROGRAM[5:]))
     for name, value in {"PAGE": 2048, "STEP": 128, "RATE": 0.05, "TOKENS_PER_MINUTE": 68}.items():
         monkeypatch.setattr(learn, name, value)
-    monkeypatch.setattr(measurement, "TOTAL_SECONDS", 6.0)
+    monkeypatch.setattr(measurement, "TOTAL_SECONDS", 3.0)
     old = session.harness.pair
-    for line in ("/length 48", f"/learn 60 {folders / 'prompts.txt'}"):
+    for line in ("/length 24", f"/learn 60 {folders / 'prompts.txt'}"):
         assert session.handle(line) is Verdict.DONE
     assert "learning from 7 prompts for about 60 min" in (shown := view.take()[1]) and "5 prompts are kept" in shown
     assert session.handle("/learn wait") is Verdict.DONE
@@ -131,11 +131,11 @@ def test_only_a_faster_drafter_is_used(
 def test_noise_is_not_used(
     session: ReplSession, folders: Path, view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter with the same weights, in ten races whose runs vary by a tenth."""
+    """A drafter with the same weights, in five races whose runs vary by a tenth."""
     used, old, state = 0, session.harness.pair, session.harness.state
     trained(session, folders, tmp_path)
     same, runs = state.training, fake_runs(monkeypatch, 1.0, noise=0.1)
-    for number in range(10):
+    for number in range(5):
         state.training, runs._random = same, np.random.default_rng(number)
         assert session.handle("/learn wait") is Verdict.DONE
         if session.harness.pair is not old:

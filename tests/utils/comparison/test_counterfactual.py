@@ -32,10 +32,10 @@ def drafted(timings: Any) -> list[tuple[int, str]]:
     return [(timing.drafts, timing.kind if timing.drafts else "") for timing in timings]
 
 
-GREEDY = Settings(length=18, costs=COSTS)
-COUPLED = Settings(length=20, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
+GREEDY = Settings(length=14, costs=COSTS)
+COUPLED = Settings(length=14, costs=COSTS, processor=ProcessorSpec(0.8), verify="coupled", seed=3)
 UNCACHED = Settings(
-    length=18, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
+    length=14, costs=COSTS, processor=ProcessorSpec(0.9, top_p=0.9), verify="coupled", seed=5, cache=False
 )
 
 
@@ -80,7 +80,7 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(
 )
 def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
     expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
-    settings = Settings(length=24, costs=expensive, **drawn)
+    settings = Settings(length=14, costs=expensive, **drawn)
     text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     chosen = [strategy_of(word, pair("model")) for word in WORDS]
     withheld = 0

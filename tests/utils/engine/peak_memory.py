@@ -5,6 +5,7 @@ large model beyond what the process held before, and the weights as the engine h
 computed first, so that libraries, their code and their workspaces are in memory.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def measured(folder: Path, weights: str) -> dict[str, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # imported modules are not searched for garbage at every release of memory
     selftest.width_dependence = lambda *arguments, **options: ""  # further passes need caches, not weights
     engine.verify_costs = lambda *arguments, **options: (1e-3, ())
     small, large, *formats = sys.argv[1:]

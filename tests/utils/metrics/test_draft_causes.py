@@ -172,7 +172,7 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
     """Over many seeds."""
     models, gamma = (toy(1, size=5), toy(2, size=5)), 3
     totals, variance = np.zeros((2, gamma, 2)), np.zeros(gamma)
-    for seed in range(1 if temperature == 0 else 150):
+    for seed in range(1 if temperature == 0 else 60):
         options: Any = {"temperature": temperature, "gamma": gamma, "length": 24, "likeliest": likeliest}
         positions, expected = real_counts(models, seed, **options)
         totals[0, : len(positions)] += positions
@@ -201,7 +201,7 @@ def test_sound_servers_get_no_cause(
     monkeypatch: pytest.MonkeyPatch, noise: float, temperature: float, gamma: int, length: int
 ) -> None:
     """Examinations of real rounds: 12 prompts of different acceptance, sampled, against what their texts predict or
-    against other runs of them. At the rate of 1 % that is stated, more than nine alarms have a probability of 0.01.
+    against other runs of them. At the rate of 1 % that is stated, more than six alarms have a probability of 0.005.
     """
     monkeypatch.setattr(draft_causes, "FLIPS", 2000)
     runs: list[list[tuple[Counts, Counts]]] = []
@@ -210,12 +210,12 @@ def test_sound_servers_get_no_cause(
         own = noise * (0.5 + prompt / PROMPTS)
         drafter = ToyModel(target.table + own * torch.randn(16, 16, generator=generator))
         options: Any = {"temperature": temperature, "gamma": gamma, "length": length}
-        runs.append([real_counts((target, drafter), seed, **options) for seed in range(8)])
+        runs.append([real_counts((target, drafter), seed, **options) for seed in range(5)])
     random, alarms = default_rng(0), [0, 0]
-    for _ in range(400):
-        chosen = [of_prompt[random.integers(8)] for of_prompt in runs]
-        others = [of_prompt[random.integers(8)][0] for of_prompt in runs]
+    for _ in range(200):
+        chosen = [of_prompt[random.integers(5)] for of_prompt in runs]
+        others = [of_prompt[random.integers(5)][0] for of_prompt in runs]
         for kind, expected in enumerate(([predicted for _, predicted in chosen], others)):
             found = contrasts([Probe(SAMPLED, [measured for measured, _ in chosen], expected)])
             alarms[kind] += any(one.is_lost for one in found)
-    assert max(alarms) <= 9
+    assert max(alarms) <= 6

@@ -54,6 +54,7 @@ def exit_status(server: "subprocess.Popen[bytes]") -> int:
 
 def end_all(server: "subprocess.Popen[bytes]") -> None:
     server.terminate()
+    server.send_signal(signal.SIGCONT)  # a process that is stopped does not end
     try:
         server.wait(GRACE)
     except subprocess.TimeoutExpired:
