@@ -306,7 +306,7 @@ FALLS = {
 def _cause(arm: Sequence[Row]) -> list[str]:
     """What lowers the speed-up of decoding most in the longest context."""
     name, last = arm[0]["strategy"], arm[-1]
-    if not last["causes"]:
+    if not any(effect["interval"] for effect in last["causes"].values()):
         return []
     if (found := main_cause(arm)) is None:
         return [f"{name}: neither acceptance nor a cost is distinguishably worse in the longest context."]

@@ -191,6 +191,8 @@ def test_strategies_take_turns(view: Screen, tmp_path: Path, monkeypatch: pytest
     before_each_run(monkeypatch, lambda strategy, settings: order.extend(strategy.name[: settings.length == LENGTH]))
     assert session.handle("/ladder 128 256") is Verdict.DONE, view.take()
     assert "".join(order) == "stst" + "tsts" + "stst" + "tsts" + "stst", "two lengths of each text, the same one first"
+    row = records_of(tmp_path / "records.jsonl")[-1]["findings"][0]
+    assert row["draft_cost"] > 0 and row["verify_cost"] > 0, "the parts of rounds are timed"
 
 
 def test_a_short_file_is_repeated(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
