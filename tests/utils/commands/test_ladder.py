@@ -25,6 +25,7 @@ from utils.commands import ladder
 from utils.commands.experiments.context_causes import ACCEPTANCE, DRAFTING, FEWER, VERIFYING, lowers
 from utils.commands.ladder import QUESTION, conclusion
 from utils.comparison.arms import LocalArm, Run
+from utils.comparison.records import Countdown, Progress
 from utils.config.settings import Settings
 from utils.decode import model_info
 from utils.metrics import intervals
@@ -289,3 +290,14 @@ def test_the_estimate_of_time(view: Screen, tmp_path: Path, monkeypatch: pytest.
     expected = 5 * 2 * (sum(n / 1000 + n**2 / 100_000 for n in (128, 256, 1024)) + 3 * LENGTH / 1000)
     (minutes,) = re.findall(r"about (\d+) minutes", view.take()[1])
     assert float(minutes) == pytest.approx(expected / 60, rel=0.1, abs=0.6)
+
+
+def test_the_remaining_time_counts_long_prompts_more(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[float] = []
+    monkeypatch.setattr(Countdown, "progress", lambda self, fraction, text: done.append(fraction) or Progress(text))
+    assert ladder_session(view, tmp_path).handle("/ladder 128 512") is Verdict.DONE
+    part = [128 - LENGTH, 512 - LENGTH]
+    assert len(done) == 10 and done[0] == 0 and done[-1] == pytest.approx(1 - part[1] / sum(part) / 5, rel=0.02)
+    assert done[1] == pytest.approx(part[0] / sum(part) / 5, rel=0.1)
