@@ -29,7 +29,15 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison.arms import Arm, complete, request_maker
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.speed_claims import BASELINE, FASTER, MIN_VALUES, interval_text, server_notes, speedup_text
+from utils.comparison.speed_claims import (
+    BASELINE,
+    FASTER,
+    MIN_VALUES,
+    TOO_FEW,
+    interval_text,
+    server_notes,
+    speedup_text,
+)
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, context_length
@@ -290,7 +298,11 @@ def _pays(arm: Sequence[Row]) -> str:
         head, shown = f"pays up to {_name(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
     else:
         head = f"is faster only at {names} tokens"
-    speeds = (_at(row, bounds(row) if row["speedup"] else NOTHING) + f", {row['verdict']}" for row in shown)
+    few = {TOO_FEW: "too few runs to tell"}
+    speeds = (
+        f"{_at(row, bounds(row) if row['speedup'] else NOTHING)}, {few.get(row['verdict'], row['verdict'])}"
+        for row in shown
+    )
     return f"{arm[0]['strategy']} {head}: {'; '.join(speeds)}."
 
 
@@ -306,7 +318,7 @@ FALLS = {
 def _cause(arm: Sequence[Row]) -> list[str]:
     """What lowers the speed-up of decoding most in the longest context."""
     name, last = arm[0]["strategy"], arm[-1]
-    if not last["causes"]:
+    if not any(effect["interval"] for effect in last["causes"].values()):
         return []
     if (found := main_cause(arm)) is None:
         return [f"{name}: neither acceptance nor a cost is distinguishably worse in the longest context."]

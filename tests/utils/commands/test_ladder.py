@@ -25,6 +25,7 @@ from utils.commands import ladder
 from utils.commands.experiments.context_causes import ACCEPTANCE, DRAFTING, FEWER, VERIFYING, lowers
 from utils.commands.ladder import QUESTION, conclusion
 from utils.comparison.arms import LocalArm, Run
+from utils.comparison.records import Countdown, Progress
 from utils.config.settings import Settings
 from utils.decode import model_info
 from utils.metrics import intervals
@@ -191,6 +192,8 @@ def test_strategies_take_turns(view: Screen, tmp_path: Path, monkeypatch: pytest
     before_each_run(monkeypatch, lambda strategy, settings: order.extend(strategy.name[: settings.length == LENGTH]))
     assert session.handle("/ladder 128 256") is Verdict.DONE, view.take()
     assert "".join(order) == "stst" + "tsts" + "stst" + "tsts" + "stst", "two lengths of each text, the same one first"
+    row = records_of(tmp_path / "records.jsonl")[-1]["findings"][0]
+    assert row["draft_cost"] > 0 and row["verify_cost"] > 0, "the parts of rounds are timed"
 
 
 def test_a_short_file_is_repeated(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,3 +290,14 @@ def test_the_estimate_of_time(view: Screen, tmp_path: Path, monkeypatch: pytest.
     expected = 5 * 2 * (sum(n / 1000 + n**2 / 100_000 for n in (128, 256, 1024)) + 3 * LENGTH / 1000)
     (minutes,) = re.findall(r"about (\d+) minutes", view.take()[1])
     assert float(minutes) == pytest.approx(expected / 60, rel=0.1, abs=0.6)
+
+
+def test_the_remaining_time_counts_long_prompts_more(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[float] = []
+    monkeypatch.setattr(Countdown, "progress", lambda self, fraction, text: done.append(fraction) or Progress(text))
+    assert ladder_session(view, tmp_path).handle("/ladder 128 512") is Verdict.DONE
+    part = [128 - LENGTH, 512 - LENGTH]
+    assert len(done) == 10 and done[0] == 0 and done[-1] == pytest.approx(1 - part[1] / sum(part) / 5, rel=0.02)
+    assert done[1] == pytest.approx(part[0] / sum(part) / 5, rel=0.1)

@@ -9,6 +9,8 @@ import pytest
 from fakes import Screen, open_session, records_of
 from tiny import tiny_tokenizer
 
+from utils.commands import whatif
+from utils.comparison import records
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.text_spans import spans_of
 from utils.repl.repl_session import Verdict
@@ -107,3 +109,18 @@ def test_why_and_the_records_have_them(strategy: str, view: Screen, tmp_path: Pa
     assert all(
         (f"{kind} " in shown.partition("by kind of text")[2]) == (kind in kinds) for kind in ("copied", "thinking")
     )
+
+
+def test_the_prompt_is_text_to_copy(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def noted(prompt: list[int], steps: Any, tokenizer: Any) -> dict[str, list[int]]:
+        seen.append(prompt)
+        return spans_of(prompt, steps, tokenizer)
+
+    for module in (records, whatif):
+        monkeypatch.setattr(module, "spans_of", noted)
+    session = open_session(view, records=tmp_path / "records.jsonl")
+    for line in ("Hello", "/why"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    assert len(seen) == 4 and all(prompt == session.harness.prompt_ids("Hello", session.settings) for prompt in seen)
