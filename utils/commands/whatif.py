@@ -37,8 +37,7 @@ from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
-from utils.metrics.results import Generation
-from utils.metrics.text_spans import spans_of
+from utils.metrics.results import Generation, spans_of
 from utils.models.feature_drafter import StepwiseDrafter
 from utils.pairs.request import LOADED
 from utils.text import count_of

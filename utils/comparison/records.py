@@ -27,7 +27,7 @@ from utils.engine.machine import machine_facts
 from utils.errors import UserError
 from utils.files import os_reason, read_text
 from utils.metrics.divergence import Divergence
-from utils.metrics.text_spans import spans_of
+from utils.metrics.results import spans_of
 from utils.prompts.conversation import to_messages
 from utils.servers.address import TARGET
 from utils.servers.kinds.completion import IDS, Chat

@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 from utils.commands import whatif
 from utils.comparison import records
 from utils.decode.steps import FinishReason, Step
-from utils.metrics.text_spans import spans_of
+from utils.metrics.results import spans_of
 from utils.repl.repl_session import Verdict
 
 TOKENIZER: Any = tiny_tokenizer()  # a token for each byte

@@ -156,8 +156,8 @@ def completions(text: str) -> list[Completion]:
 @pytest.mark.parametrize(
     ("text", "offered"),
     [
-        ("/ga", ["gamma"]),
-        ("/GA", ["gamma"]),
+        ("/gam", ["gamma"]),
+        ("/GAM", ["gamma"]),
         ("/sp", ["speculative", "special"]),
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
