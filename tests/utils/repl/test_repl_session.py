@@ -49,6 +49,7 @@ FIELDS = {
     "target_forwards",
     "tokens_per_target_forward",
     "accepted_by_position",
+    "accepted_by_span",
     "declined_rounds",
     "draft_seconds",
     "verify_seconds",
