@@ -134,7 +134,8 @@ def prompt_ids(
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     fields: dict[str, Any] = json.loads(request) if chat and request else {}
     messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
-    inputs = {"messages": request_messages(messages, fields), **_template_options(tokenizer, fields)}
+    messages = request_messages(messages, fields) if fields else messages
+    inputs = {"messages": messages, **_template_options(tokenizer, fields)}
     names = () if special else _names_in(tokenizer, inputs)
     if not chat:
         ids = tokenizer(encodable(text), **({"split_special_tokens": True} if names else {}))["input_ids"]
