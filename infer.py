@@ -121,7 +121,7 @@ def lines_for(
 def given_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """The prompts of the command line and of --prompts. Raises UserError for a file that cannot be read."""
     if arguments.gate is not None:
-        read_records(Path(arguments.gate))  # as below
+        read_records(Path(arguments.gate))  # read again by /gate
     if arguments.verdict not in (None, "", "builtin"):
         read_prompts(Path(arguments.verdict))  # read again by /verdict; an error must not wait for the models
     prompts = [Prompt(arguments.prompt)] if arguments.prompt is not None else []

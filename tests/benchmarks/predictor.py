@@ -22,9 +22,9 @@ from utils.commands.experiments.other_hardware import (
     DEVICES,
     FITTED,
     Constants,
+    Deployment,
     Error,
     Shape,
-    Workload,
     calibrated,
 )
 from utils.metrics.intervals import NORMAL, STUDENT
@@ -112,11 +112,11 @@ class Cell:
         """A round over a decode step."""
         return self.length * self.plain / self.speed
 
-    def workload(self, constants: Constants, *, measured: bool = True) -> Workload:
+    def workload(self, constants: Constants, *, measured: bool = True) -> Deployment:
         """With the measured speed of the target alone, or without."""
         known = (self.plain or None) if measured else None
         options = {"weights": self.weights, "plain": known, "constants": constants}
-        return Workload(MODELS[self.model], self.device, self.batch, self.context, **options)
+        return Deployment(MODELS[self.model], self.device, self.batch, self.context, **options)
 
 
 def read_cells(path: Path = HERE / "published.csv") -> list[Cell]:

@@ -1,7 +1,7 @@
 """/gate and --gate: have recorded runs become slower, do they accept fewer drafts, or do they give other texts?
 
 Each record is run again as by /replay, in passes over all of them, until every strategy is decided. A speed-up over
-target-only is compared with the recorded one, so that a slower or busier machine is no regression. Without runs of the
+target-only is compared with the recorded one, so that a slower or busier machine does not count. Without runs of the
 target, tokens/s are compared. Bounds of a loss are 95 % intervals (`utils.metrics.intervals`).
 """
 

@@ -158,7 +158,7 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     if not isinstance(pair.drafter, StepwiseDrafter) and len(values["points"]) < 2:
         raise UserError("published figures are of heads, such as EAGLE: load one, or give plain=, k3= and k7=.")
     shape = elsewhere.Shape.named(word) if word else elsewhere.Shape.of_config(pair.target.config.to_dict())
-    load = elsewhere.Workload(shape, **values)
+    load = elsewhere.Deployment(shape, **values)
     load.check()  # raises UserError before anything is replayed
     strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
     events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
@@ -166,7 +166,7 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
 
 
-def _predicted(load: elsewhere.Workload, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
+def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
     lengths: dict[int, float] = {}
     for event in replayed:
         if isinstance(event, Progress):
@@ -181,7 +181,7 @@ def _predicted(load: elsewhere.Workload, replayed: Iterator[GammaRounds | Progre
         yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
 
 
-def _there(load: elsewhere.Workload, findings: Sequence[Finding]) -> list[str]:
+def _there(load: elsewhere.Deployment, findings: Sequence[Finding]) -> list[str]:
     """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
     rows, error = figures_of(findings), load.error
     lengths, bandwidth = [f"{row['tokens_per_round']:.2f}" for row in rows], elsewhere.DEVICES[load.device].bandwidth
@@ -199,7 +199,7 @@ def _there(load: elsewhere.Workload, findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def _alone(load: elsewhere.Workload) -> str:
+def _alone(load: elsewhere.Deployment) -> str:
     """The measured speeds as they were given, or the predicted one of the target alone."""
     if load.plain is not None:
         points = (f", k{k} {speed:g}" for k, (speed, _) in load.points.items())

@@ -62,7 +62,7 @@ class Machine:
         return simulated_run(line, prompt, strategy, drift * noise * SPEEDS[strategy] / self.slow.get(strategy, 1))
 
     def rerun(self, past: RecordedRun, *_: Any) -> RunMatch:
-        # A machine of half the speed is no regression.
+        # A machine of half the speed does not count.
         return RunMatch([past], [self.run(past.line, past.row["prompt"], past.row["strategy"], drift=0.5)])
 
 

@@ -15,9 +15,9 @@ from utils.commands.experiments.other_hardware import (
     ERRORS,
     FITTED,
     MOST_ERROR,
+    Deployment,
     Error,
     Shape,
-    Workload,
     calibrated,
     parse,
     woken,
@@ -63,38 +63,38 @@ def test_shapes_from_configs_have_the_published_sizes() -> None:
 def test_bytes_of_keys_and_values_by_hand() -> None:
     shape = Shape.of_config(LLAMA)
     assert shape.cached == 32 * 8 * 128 * 2
-    load = Workload(shape, "H100", batch=3, context=1000)
+    load = Deployment(shape, "H100", batch=3, context=1000)
     assert load.cache == 3 * 1000 * 131072  # two bytes for each value
     assert load.bytes_read() == load.cache + 2 * shape.always
-    assert Workload(shape, "H100", weights="fp8", context=0, batch=3).bytes_read() == shape.always
+    assert Deployment(shape, "H100", weights="fp8", context=0, batch=3).bytes_read() == shape.always
 
 
 def test_a_step_is_a_fixed_time_and_reading() -> None:
-    load = Workload(Shape(1e9, 1e9), "H100", context=0)
+    load = Deployment(Shape(1e9, 1e9), "H100", context=0)
     assert load.step == pytest.approx(FITTED.fixed + 2e9 / (FITTED.share * 3.35e12))
-    assert Workload(Shape(1e9, 1e9), "H100", batch=4, plain=200.0).step == 4 / 200
+    assert Deployment(Shape(1e9, 1e9), "H100", batch=4, plain=200.0).step == 4 / 200
 
 
 def test_a_round_by_hand() -> None:
     shape = Shape(1e9, 5e9, experts=4, active=1, expert=1e9)
-    load = Workload(shape, "H100", batch=2, context=0, plain=20.0)
+    load = Deployment(shape, "H100", batch=2, context=0, plain=20.0)
     rows = 2 * (1 + 3 * FITTED.alike)
     reading = 0.1 - FITTED.fixed
     once, passes = 1e9 + 1e9 * woken(4, 1, 2), 1e9 + 1e9 * woken(4, 1, rows)
     seconds = FITTED.fixed + reading * (passes + 3 * shape.head) / once + FITTED.per_round + 3 * FITTED.per_draft
     assert load.prior(3) == pytest.approx(seconds / 0.1)
     # A tiny target that is faster than the fixed time of a pass.
-    tiny = Workload(shape, "H100", plain=10_000.0)
+    tiny = Deployment(shape, "H100", plain=10_000.0)
     assert tiny.prior(1) == pytest.approx((1e-4 + FITTED.per_round + FITTED.per_draft) / 1e-4)
 
 
 @pytest.mark.parametrize("points", [{3: 1.4}, {3: 1.4, 7: 2.2}, {2: 1.9, 1: 1.5}])
 def test_measured_points_are_reproduced_exactly(points: dict[int, float]) -> None:
-    load = Workload(Shape(8e9, 8e9), "H100", plain=100.0)
+    load = Deployment(Shape(8e9, 8e9), "H100", plain=100.0)
     ratio = calibrated(load.prior, points)
     assert {k: ratio(k) for k in points} == pytest.approx(points, rel=1e-12)
     measured = {k: (2.5 * 100 / r, None) for k, r in points.items()}
-    again = Workload(load.shape, "H100", plain=100.0, points=measured).ratio(dict.fromkeys(range(1, 8), 2.5))
+    again = Deployment(load.shape, "H100", plain=100.0, points=measured).ratio(dict.fromkeys(range(1, 8), 2.5))
     assert {k: 100 * 2.5 / again(k) for k in points} == pytest.approx({k: speed for k, (speed, _) in measured.items()})
 
 
@@ -109,7 +109,7 @@ def test_one_point_scales_the_extra_time_and_two_give_a_line() -> None:
 
 
 def test_the_tokens_per_round_of_another_text_are_used() -> None:
-    load = Workload(Shape(8e9, 8e9), "H100", plain=100.0, points={3: (150.0, 3.0), 7: (150.0, None)})
+    load = Deployment(Shape(8e9, 8e9), "H100", plain=100.0, points={3: (150.0, 3.0), 7: (150.0, None)})
     ratio = load.ratio(dict.fromkeys(range(1, 8), 2.4))
     assert ratio(3) == pytest.approx(2.0) and ratio(7) == pytest.approx(1.6)
 
@@ -170,24 +170,24 @@ def test_a_target_is_a_size_a_config_or_a_folder(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_gets_no_number() -> None:
     with pytest.raises(UserError, match=r"do not fit.*weights=fp8 or weights=int8"):
-        Workload(Shape(70e9, 70e9), "H100").check()
+        Deployment(Shape(70e9, 70e9), "H100").check()
     with pytest.raises(UserError, match="on=B200"):
-        Workload(Shape(70e9, 70e9), "RTX4090").check()
+        Deployment(Shape(70e9, 70e9), "RTX4090").check()
     with pytest.raises(UserError, match="no device"):
-        Workload(Shape(1e12, 1e12), "H200").check()
-    Workload(Shape(70e9, 70e9), "H100", weights="fp8").check()
+        Deployment(Shape(1e12, 1e12), "H200").check()
+    Deployment(Shape(70e9, 70e9), "H100", weights="fp8").check()
 
 
 def test_what_published_figures_do_not_cover_gets_no_number() -> None:
     shape = Shape.of_config(LLAMA)
     with pytest.raises(UserError, match=r"keys and values are 36%.*plain="):
-        Workload(shape, "H100", batch=8, context=8192).check()
-    Workload(shape, "H100", batch=8, context=8192, plain=300.0).check()
-    Workload(shape, "H100", context=8192).check()
+        Deployment(shape, "H100", batch=8, context=8192).check()
+    Deployment(shape, "H100", batch=8, context=8192, plain=300.0).check()
+    Deployment(shape, "H100", context=8192).check()
     with pytest.raises(UserError, match="config"):
-        Workload(Shape(7e9, 7e9), "H100", context=8192).check()
+        Deployment(Shape(7e9, 7e9), "H100", context=8192).check()
     with pytest.raises(UserError, match="no published figures"):
-        Workload(Shape.of_config(MIXTRAL), "H200").check()
+        Deployment(Shape.of_config(MIXTRAL), "H200").check()
 
 
 @pytest.mark.parametrize("median", [MOST_ERROR + 0.001, MOST_ERROR])
@@ -220,7 +220,7 @@ def test_acceptance_comes_from_the_replay_and_its_interval_from_the_errors(
     monkeypatch.setattr(whatif, "StepwiseDrafter", object)
     report, shown = predicted(view, tmp_path, "/whatif on=H100 target=8B plain=100")
     assert report["record"] == "whatif on" and [row["gamma"] for row in report["findings"]] == [*range(1, 8)]
-    load, error = Workload(Shape(8e9, 8e9), "H100", plain=100.0), ERRORS["dense", 1]
+    load, error = Deployment(Shape(8e9, 8e9), "H100", plain=100.0), ERRORS["dense", 1]
     for row in report["findings"]:
         speedup = row["tokens_per_round"] / load.prior(row["gamma"])
         assert row["predicted_speedup"] == pytest.approx(speedup) and row["tokens_per_second"] == pytest.approx(

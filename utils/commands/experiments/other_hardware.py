@@ -192,7 +192,7 @@ def calibrated(prior: Callable[[int], float], points: Mapping[int, float]) -> Ca
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class Deployment:
     """What runs there: a target with a head that drafts, and requests of this context length in a batch.
 
     `plain` is the measured speed of the target alone for all requests together, and `points` has those by the number
@@ -323,7 +323,7 @@ USAGE = "on=H100 target=7B batch=8 context=8k weights=fp8 plain=38tok/s k3=61tok
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The fields of Workload that were typed, and the word for `target`. Raises UserError for anything else."""
+    """The fields of Deployment that were typed, and the word for `target`. Raises UserError for anything else."""
     values: dict[str, Any] = {}
     for word in split_words(text):
         name, _, value = word.partition("=")
