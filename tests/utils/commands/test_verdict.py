@@ -207,7 +207,7 @@ def rounds(*accepted: int, drafts: int = 4) -> Generation:
 
 def test_what_limits_a_speed_up() -> None:
     run = rounds(*([0] * 8 + [1] * 4 + [2] * 2 + [3] + [4]))
-    split = TimeSplit(prefill=1.0, steps=4.0, verifying=1.0, drafting=2.0, other=0.0, target=16.0)
+    split = TimeSplit(prefill=1.0, steps=4.0, verifying=1.0, drafting=2.0, other=0.0, target=16.0, target_prefill=1.0)
     causes = limits(split, run, 2.0)
     assert causes["drafting"] == pytest.approx(2 * 8 / 6) and causes["verifying"] == pytest.approx(2 * 8 / 7)
     assert causes["prefill"] == pytest.approx(2 * (15 / 16) / (7 / 8)) and causes["other"] == 2

@@ -41,6 +41,17 @@ def test_the_bottleneck_is_named(rounds: list[tuple[int, int]], timing: RoundTim
     assert all(word in sentence for word in words), sentence
 
 
+def test_a_long_prefill_does_not_change_the_cost_of_verifying() -> None:
+    """Verify passes take 1.5 decode steps, and prefills of 100 to 130 seconds differ between runs."""
+    target = Generation(tuple(Step((), 0, token) for token in range(9)), 108.0, 100.0, FinishReason.LENGTH)
+    for prefill in (100.0, 115.0, 130.0):
+        made = generation([(2, 1)] * 6, RoundTiming(0.5, 1.5, 2.0))
+        timings = (replace(made.timings[0], verifying=prefill + 1.5, total=prefill + 2.0), *made.timings[1:])
+        made = replace(made, timings=timings, seconds=prefill + 12.0)
+        figures = draft_figures([(made, target), (made, target)], 1.0)
+        assert figures["verify_cost"] == pytest.approx(1.5) and figures["draft_cost"] == pytest.approx(0.25)
+
+
 def test_drafts_of_a_chain_cost_what_their_drafter_kind_costs(view: Screen, tmp_path: Path) -> None:
     session = open_session(
         view, records=tmp_path / "records.jsonl", draft_seconds=lambda job: 0.5 * drafter_kind(job.drafter).uses_loaded

@@ -206,8 +206,10 @@ def predictions(
 class TimeSplit:
     """How runs with drafts spent their seconds.
 
-    `prefill` is the same as in the target's own runs. `steps` is one decode step of the target for each round, and
-    `verifying` the extra time of verify passes. `target` is the time of the target's runs.
+    `steps` is one decode step of the target for each round, and `verifying` the extra time of verify passes. The first
+    pass of a run reads the prompt, whose time can differ between runs by more than drafts cost: its extra time is taken
+    to be that of the others, and the rest is the `prefill`. `target` is the time of the target's runs, and
+    `target_prefill` that of their prefills.
     """
 
     prefill: float
@@ -216,6 +218,7 @@ class TimeSplit:
     drafting: float
     other: float
     target: float
+    target_prefill: float
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Generation, Generation]]) -> Self | None:
@@ -224,11 +227,15 @@ class TimeSplit:
         if not timed:
             return None
         parts = [part for run, _, _ in timed for part in run.timings]
-        prefill = sum(timing.start for _, _, timing in timed)
+        first = sum(run.timings[0].verifying for run, _, _ in timed)
         steps = sum(timing.step * len(run.steps) for run, _, timing in timed)
-        verifying = max(0.0, sum(part.verifying for part in parts) - prefill - steps)
+        first_steps = sum(timing.step for _, _, timing in timed)
+        later = max(0.0, sum(part.verifying for part in parts) - first - (steps - first_steps))
+        verifying = later * steps / (steps - first_steps) if steps > first_steps else 0.0
+        prefill = max(0.0, first - first_steps - (verifying - later))
         drafting, other = sum(part.drafting for part in parts), sum(part.other for part in parts)
-        return cls(prefill, steps, verifying, drafting, other, sum(target.seconds for _, target, _ in timed))
+        starts = sum(timing.start for _, _, timing in timed)
+        return cls(prefill, steps, verifying, drafting, other, sum(target.seconds for _, target, _ in timed), starts)
 
     @property
     def total(self) -> float:
@@ -247,7 +254,7 @@ def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float
     }
     gains = {cause: speedup * total / max(left, 1e-9) for cause, left in causes.items()}
     # Without a prefill both runs would be faster, so this is the ratio of their decode times.
-    target = split.target - split.prefill
+    target = split.target - split.target_prefill
     gains["prefill"] = speedup * (target / split.target) / (decoding / total) if split.target and decoding else speedup
     return gains
 
