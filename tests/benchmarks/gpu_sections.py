@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +17,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 ENGINES = ("plain", "invariant", "cuda_graph")
 RULES = ("greedy", "coupled", "rejection")
 WIDTHS = (1, 2, 3, 5, 9, 17)
-TESTED = (*range(2, 10), 12, 17, 33)
+TESTED = (*range(2, 10), 12, 17, 24)
+COMPARED = 24  # positions at each width
+# Without graphs a pass takes many launches, on some machines 30 ms.
+EAGER_WIDTHS, EAGER_REPEATS = (1, 2, 5, 9), 7
 CONTEXT = 200  # tokens before a timed pass
 TEXT_MODEL = "Llama, 6 layers"
 TIMED = {"Qwen2 0.5B": "bfloat16", "Qwen2 1.5B": "bfloat16", "Llama 135M": "float32"}
@@ -52,10 +55,10 @@ def _width_row(setup: Setup, dtype: torch.dtype, found: tuple[str, dict[str, Any
 
     (engine, plain), model = found, setup.model(TEXT_MODEL, dtype)
     made = setup.installed(engine, model)
-    context, session = sample_context(model, 60), ModelSession(model)
+    context, session = sample_context(model, 24 + COMPARED), ModelSession(model)
     session.feed(context[:24], keep=1)
-    alone = logits_by_width(session, context, 36, 1)
-    by_width = {width: logits_by_width(session, context, 36, width) for width in TESTED}
+    alone = logits_by_width(session, context, COMPARED, 1)
+    by_width = {width: logits_by_width(session, context, COMPARED, width) for width in TESTED}
     drift = LogitDrift.of([alone, *by_width.values()])
     reference = plain.setdefault("logits", alone)
     return {
@@ -65,7 +68,8 @@ def _width_row(setup: Setup, dtype: torch.dtype, found: tuple[str, dict[str, Any
         "largest difference": drift.difference,
         "other argmax": f"{drift.flips} of {drift.positions}",
         "from plain": LogitDrift.of([alone, reference]).difference,
-        "promise": made.promise if made is not None and hasattr(made, "promise") else "",
+        "promise": "" if made is None else made.promise,
+        "own forward": "" if made is None else made.has_own_forward,
     }
 
 
@@ -111,13 +115,15 @@ def _eager_passes(setup: Setup, model: Any) -> dict[int, float]:
     """Passes of transformers' own forward and cache, without anything of this project."""
     from transformers import DynamicCache
 
-    ids, cache = torch.tensor([_ids(model, CONTEXT + WIDTHS[-1])], device=setup.device), DynamicCache()
-    model(input_ids=ids[:, :CONTEXT], past_key_values=cache, use_cache=True)
+    ids, keys = torch.tensor([_ids(model, CONTEXT + WIDTHS[-1])], device=setup.device), DynamicCache()
+    model(input_ids=ids[:, :CONTEXT], past_key_values=keys, use_cache=True)
     seconds = {}
-    for width in WIDTHS:
+    for width in EAGER_WIDTHS:
         new = ids[:, CONTEXT : CONTEXT + width]
         seconds[width] = setup.seconds(
-            partial(model, input_ids=new, past_key_values=cache, use_cache=True), after=partial(cache.crop, -width)
+            partial(model, input_ids=new, past_key_values=keys, use_cache=True),
+            repeats=EAGER_REPEATS,
+            after=partial(keys.crop, -width),
         )
     return seconds
 
@@ -129,11 +135,14 @@ def _session_passes(setup: Setup, model: Any, engine: str = "plain") -> dict[int
     try:
         session = ModelSession(model)
         session.feed(ids[:CONTEXT], keep=1)
+        widths, repeats = (EAGER_WIDTHS, EAGER_REPEATS) if made is None else (WIDTHS, 15)
         return {
             width: setup.seconds(
-                partial(session.feed, ids[: CONTEXT + width], keep=width), after=partial(session.rewind, CONTEXT)
+                partial(session.feed, ids[: CONTEXT + width], keep=width),
+                repeats=repeats,
+                after=partial(session.rewind, CONTEXT),
             )
-            for width in WIDTHS
+            for width in widths
         }
     finally:
         if made is not None:
@@ -150,28 +159,33 @@ def _generate(setup: Setup, model: Any) -> dict[int, float]:
             ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
         )
 
-    short, long = (setup.seconds(partial(run, count), repeats=3) for count in (4, 36))
-    return {1: max(long - short, 1e-9) / 32}
+    short, long = (setup.seconds(partial(run, count), repeats=2, warm_ups=1) for count in (4, 20))
+    return {1: max(long - short, 1e-9) / 16}
 
 
 def texts(setup: Setup) -> Iterator[Row]:
     """Texts of all strategies: how many of the first tokens equal those of the target alone."""
     for dtype in ("float32", "bfloat16"):
         for engine in ("plain", "cuda_graph"):
+            installed = cache(partial(_installed_model, setup, DTYPES[dtype], engine))
             for decoding in ("greedy", "coupled"):
                 row = {"dtype": dtype, "engine": engine, "decoding": decoding}
-                yield attempted(row, _text_row, setup, DTYPES[dtype], (engine, decoding))
+                yield attempted(row, _text_row, setup, installed, decoding)
 
 
-def _text_row(setup: Setup, dtype: torch.dtype, how: tuple[str, str]) -> Row:
+def _installed_model(setup: Setup, dtype: torch.dtype, engine: str) -> Any:
+    model = setup.model(TEXT_MODEL, dtype)
+    setup.installed(engine, model)
+    return model
+
+
+def _text_row(setup: Setup, installed: Callable[[], Any], decoding: str) -> Row:
     from ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
     from sampling import autoregressive_generate, speculative_generate
     from utils.decode.layer_cut import first_layers
     from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 
-    (engine, decoding), model = how, setup.model(TEXT_MODEL, dtype)
-    setup.installed(engine, model)
-    length = 16 if setup.tiny else 96
+    model, length = installed(), 16 if setup.tiny else 48
     common: dict[str, Any] = {
         "logits_processor": GreedyProcessor() if decoding == "greedy" else MultinomialProcessor(0.7),
         "max_gen_len": length,

@@ -137,10 +137,14 @@ class Setup:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work: Callable[[], Any], *, repeats: int = 15, after: Callable[[], Any] | None = None) -> float:
-        """Median seconds of `work`, after three runs that are not counted. after: runs outside the timed section."""
+    def seconds(
+        self, work: Callable[[], Any], *, repeats: int = 15, warm_ups: int = 3, after: Callable[[], Any] | None = None
+    ) -> float:
+        """Median seconds of `work`, after `warm_ups` runs that are not counted. after: runs outside the timed
+        section.
+        """
         times = []
-        for _ in range(3 + (2 if self.tiny else repeats)):
+        for _ in range(warm_ups + (2 if self.tiny else repeats)):
             self.wait()
             started = time.perf_counter()
             work()
@@ -148,7 +152,7 @@ class Setup:
             times.append(time.perf_counter() - started)
             if after is not None:
                 after()
-        return median(times[3:])
+        return median(times[warm_ups:])
 
     def reset_peak(self) -> None:
         """Free memory that is not used, and forget the peak."""

@@ -211,7 +211,7 @@ class Settings:
         forms={
             "auto": "the fastest one, by measurement",
             "plain": "PyTorch unchanged",
-            "invariant": "the logits do not depend on the verify width; compiled for the processor on CPUs",
+            "invariant": "the logits do not depend on the verify width; compiled for the processor, on CPUs",
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },

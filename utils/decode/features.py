@@ -40,15 +40,14 @@ class FeatureReader:
     def watching(self) -> Iterator[None]:
         """Keep the input of the final norm while the model runs in this block."""
         self._unnormed = None
-        if self._norm is None or hasattr(engine_forward(self._model), "unnormed"):
+        # Passes that transformers computes run the norm, and those of an engine return its input themselves.
+        hook = None if self._norm is None else self._norm.register_forward_pre_hook(self._keep)
+        try:
             with only_states(self._read):
                 yield
-            return
-        hook = self._norm.register_forward_pre_hook(self._keep)
-        try:
-            yield
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
 
     def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._unnormed = inputs[0]
@@ -61,11 +60,12 @@ class FeatureReader:
         if layer <= self._count:
             state: Tensor = output.hidden_states[layer]
             return state
-        forward = engine_forward(self._model)
-        unnormed = getattr(forward, "unnormed", None) if self._unnormed is None else self._unnormed
-        if unnormed is None:
+        own: Tensor | None = getattr(engine_forward(self._model), "unnormed", None)
+        if own is not None:
+            return own
+        if self._unnormed is None:
             raise UserError("This engine does not return hidden states before the final norm: use /engine plain.")
-        return unnormed.view(output.hidden_states[-1].shape)
+        return self._unnormed.view(output.hidden_states[-1].shape)
 
 
 def final_norm(model: Any) -> nn.Module:

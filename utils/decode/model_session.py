@@ -254,7 +254,10 @@ class ModelSession:
         return UserError(f"{self.name} returns no cache; turn the cache off (/cache off, use_cache=False).")
 
     def _upload(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=self._device)
+        if self._device.type != "cuda":
+            return torch.tensor(rows, device=self._device)
+        # From pinned memory, so that the host need not wait until the GPU has finished what is queued.
+        return torch.tensor(rows, pin_memory=True).to(self._device, non_blocking=True)
 
 
 def _parameters(model: Any) -> set[str]:

@@ -77,6 +77,12 @@ class Noise:
         A row is drawn from only when its token is requested. One-hot rows need no noise and leave the device in one
         transfer.
         """
+        if _is_drawn(weights):
+            for row in range(len(weights)):
+                own = weights[row].cpu()
+                top, token = highest(own[None])[0]
+                yield token if top == 1.0 else self._exponential_race(own, start + row)
+            return
         for row, (top, token) in enumerate(highest(weights)):
             yield token if top == 1.0 else self._exponential_race(weights[row], start + row)
 
@@ -94,6 +100,7 @@ class Noise:
 
     def pick(self, weights: Tensor, domain: Domain, position: int, start: int) -> int:
         """A token id drawn from a distribution, or a residual of one, (V,), by inversion, with draft-side noise."""
+        weights = weights.cpu() if _is_drawn(weights) else weights
         top, likeliest = highest(weights[None])[0]
         if top == 1.0:  # one-hot: no noise needed
             return likeliest
@@ -108,6 +115,11 @@ class Noise:
         counter = np.array([0, position, self.turn, start], dtype=np.uint64)
         key = np.array([self.seed, domain], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def _is_drawn(weights: Tensor) -> bool:
+    """Whether all of a row will be read by the host: one-hot rows are in float32. Fetching it at once saves a wait."""
+    return weights.device.type != "cpu" and weights.dtype == torch.float64
 
 
 def _race_winner(raw: np.ndarray, weights: np.ndarray) -> int:

@@ -69,11 +69,7 @@ class EngineState:
         plural = "s" if self.threads > 1 else ""
         when = f" on {self.tested_on}, a slice rechecked now" if self.tested_on else ""
         guarantee = f"verified{when}" if self.verified else f"not guaranteed ({self.reason})"
-        # `make gpu-check` is how to change that.
-        untried = "; this engine has never been run on a GPU" if self.kind == "cuda_graph" else ""
-        return (
-            f"{self.kind}, {self.weights} weights, {self.threads} thread{plural}; bit-identical: {guarantee}{untried}"
-        )
+        return f"{self.kind}, {self.weights} weights, {self.threads} thread{plural}; bit-identical: {guarantee}"
 
 
 class Engine:
@@ -326,7 +322,7 @@ class Engine:
             failed = self._install(choice.name, count, extent)
             if failed is None:
                 self.table[choice.name] = replace(row, verified=bool(self._engine.promise))
-                reason = choice.reason if name == AUTO else "" if self._engine.promise else NO_PROMISE
+                reason = "" if self._engine.promise else choice.reason or NO_PROMISE
                 self._set_state(choice.name, count, reason)
                 return
             self.table[choice.name] = failed

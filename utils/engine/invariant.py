@@ -49,9 +49,9 @@ class InvariantEngine(PlainEngine):
         return next(filter(None, reasons), "")
 
     def _format_problem(self, model: PreTrainedModel) -> str:
-        if self._format.as_loaded or (model.device.type == "cpu" and weight_format(model) == "float32"):
+        if self._format.as_loaded or weight_format(model) == "float32":
             return ""
-        return f"{self._format.format} weights are computed for models in float32 on a CPU only"
+        return f"{self._format.format} weights are computed for models in float32 only"
 
     def need(self) -> int:
         """Return the bytes of packed weights, less those that packing frees."""
@@ -120,13 +120,13 @@ class InvariantEngine(PlainEngine):
 
 
 def _is_compiled(model: PreTrainedModel) -> bool:
-    return bool(model.device.type == "cpu" and model.dtype == torch.float32)
+    return bool(model.dtype == torch.float32)
 
 
 def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
     """What the model computes, without its matrices, so that packing them frees them."""
     if not _is_compiled(model):
-        return "the lean forward computes float32 on CPUs only"
+        return "the lean forward computes float32 only"
     spec = read_decoder(model)
     return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
 
@@ -145,6 +145,8 @@ def _unsupported(model: PreTrainedModel) -> str:
     kinds = set(getattr(config, "layer_types", None) or ())
     if is_spread(model):
         return "its layers are spread over several devices"
+    if model.device.type != "cpu":
+        return f"the invariant engine computes on CPUs only, and the model is on {model.device.type}"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model"
     if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
@@ -158,7 +160,7 @@ def _unsupported(model: PreTrainedModel) -> str:
 
 
 class BlockedKernel:
-    """Any device and number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
+    """Any number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias

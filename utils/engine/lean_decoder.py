@@ -139,6 +139,7 @@ class LeanDecoder:
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")
+        self.unnormed = None
         return self._original(**arguments)
 
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:

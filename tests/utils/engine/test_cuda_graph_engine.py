@@ -12,12 +12,14 @@ from graphs_on_cpu import MODELS, OnCpu, attached, equal, ids, installed, replay
 from tiny import tiny_llama, tiny_mamba, tiny_t5
 from torch import Tensor
 
+from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine, cuda_graph
+from utils.engine import Engine, cuda_graph, graph_cache, selftest
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine import LAYER_ENGINES
-from utils.engine.layer_engine import BIT_IDENTICAL
+from utils.engine.invariant import InvariantEngine
+from utils.engine.layer_engine import BIT_IDENTICAL, NO_PROMISE
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -59,16 +61,26 @@ def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPa
     assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
 
 
-@pytest.mark.parametrize("odd", [None, 5, 12, 33, "longer buffers"])
+@pytest.mark.parametrize("odd", [None, 5, 12, 33, "a prompt", "longer buffers", "another width of a layer"])
 def test_bits_are_compared_at_every_width_and_in_longer_buffers(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = attached(MODELS["llama"]())
 
     def logits(model: Any, count: int, width: int) -> Tensor:
-        kind = width if model.forward.pool.take(1).capacity == cuda_graph.SMALLEST else "longer buffers"
+        kind = width if model.forward.pool.take(1).capacity == graph_cache.SMALLEST else "longer buffers"
         return torch.full((count, 2), float(kind == odd))
 
     monkeypatch.setattr(cuda_graph, "_logits", logits)
+    monkeypatch.setattr(cuda_graph, "_prompt_logits", lambda *_: torch.full((3, 2), float(odd == "a prompt")))
+    monkeypatch.setattr(selftest, "width_dependence", lambda *_: odd if odd == "another width of a layer" else "")
     assert cuda_graph._has_equal_bits(model) is (odd is None)
+
+
+def test_a_prompt_has_the_rows_of_single_steps() -> None:
+    model = attached(MODELS["llama"]().double())
+    for length in (30, MAX_WIDTH):
+        alone = cuda_graph._logits(model, length, 1)
+        prompt = cuda_graph._prompt_logits(model, length, len(alone))
+        assert len(prompt) == length - selftest.PREFIX and torch.allclose(prompt, alone[: len(prompt)])
 
 
 def skewed(graph: FakeGraph, width: int) -> None:
@@ -103,8 +115,22 @@ def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch
     model = MODELS["llama"]()
     engine = Engine([model])
     state = engine.use("auto", 1)
-    assert (state.kind, state.verified) == ("cuda_graph", False) and "never been run on a GPU" in state.sentence()
+    assert (state.kind, state.verified) == ("cuda_graph", False)
     assert engine.use("plain", 1).kind == "plain" and "forward" not in vars(model)
+
+
+def test_a_promise_of_a_few_layers_that_the_whole_model_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]()
+    monkeypatch.setattr(cuda_graph, "_has_equal_bits", lambda other: other is not model)
+    only_engines(monkeypatch, "plain")
+    monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", OnCpu)
+    prefer("cuda_graph")
+    state = Engine([model]).use("auto", 1)
+    assert (state.kind, state.verified, state.reason) == ("cuda_graph", False, NO_PROMISE)
+
+
+def test_the_invariant_engine_is_for_models_on_a_cpu() -> None:
+    assert "on CPUs only" in InvariantEngine([tiny_llama().to("meta")], [], EngineWeights()).unsupported()
 
 
 def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:

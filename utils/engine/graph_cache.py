@@ -1,0 +1,224 @@
+"""The KV caches of recorded forward passes: buffers of fixed addresses, and views of them for eager passes.
+
+A graph repeats the same operations on the same addresses, so buffers and graphs form a slot, which outlives the cache
+of a run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from utils.decode.kv_cache import GrowingLayer
+
+SMALLEST = 512  # positions of a slot; longer ones have twice as many each time
+SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
+
+
+class Slot:
+    """The buffers of one sequence, and the graphs that were recorded on them."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
+        self.pairs: list[Tensor] = []  # (2, heads, capacity, D) of each layer, of which the buffers are views
+        self.graphs: dict[Any, tuple[Tensor, Any]] = {}  # static input ids and graph, by what was recorded
+
+    def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
+        """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
+        if end > self.capacity or new[0].shape[0] != 1:
+            return None
+        if layer not in self.buffers:
+            # Zeros, because a NaN in a masked position would still make the attention of a row NaN.
+            shapes = [(*part.shape[:-2], self.capacity, part.shape[-1]) for part in new]
+            self.buffers[layer] = (new[0].new_zeros(shapes[0]), new[1].new_zeros(shapes[1]))
+        return self.buffers[layer]
+
+    def join(self, layers: int, heads: int, like: Tensor) -> None:
+        """Make the buffers of all layers, keys and values of each in one tensor. like: a head's values (D,)."""
+        self.pairs = [like.new_zeros((2, heads, self.capacity, len(like))) for _ in range(layers)]
+        self.buffers = {layer: (both[:1], both[1:]) for layer, both in enumerate(self.pairs)}
+
+
+class SlotPool:
+    """The slots of a model that no cache uses at the moment. prepare: completes a new one."""
+
+    def __init__(self, device: torch.device, prepare: Callable[[Slot], None] = lambda slot: None) -> None:
+        self._device, self._prepare, self._smallest = device, prepare, SMALLEST
+        self._spare: dict[int, list[Slot]] = {}
+
+    def take(self, length: int) -> Slot:
+        """Return a slot with room for `length` positions."""
+        capacity = self._smallest
+        while capacity < length:
+            capacity *= 2
+        if spare := self._spare.get(capacity):
+            return spare.pop()
+        slot = Slot(capacity, self._device)
+        self._prepare(slot)
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back."""
+        spare = self._spare.setdefault(slot.capacity, [])
+        if len(spare) < SPARE_SLOTS:
+            spare.append(slot)
+
+    @contextmanager
+    def lengthened(self) -> Iterator[None]:
+        """Begin with slots of the second length, to compare the two."""
+        self._smallest = 2 * SMALLEST
+        try:
+            yield
+        finally:
+            self._smallest = SMALLEST
+
+
+class SlotLayer(GrowingLayer):
+    """Keys and values (B, heads, length, D) in a slot. Views of its buffers are made only when they are read: a replay
+    and a rewind just change the length.
+
+    They leave the slot for tensors of their own when it has no room for them, for example for the rows of a beam.
+    """
+
+    _layer_type = None
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        self.slot, self._index, self._length = slot, index, 0
+        self._own: list[Tensor | None] = [None, None]  # keys and values that have left the slot
+        super().__init__()
+
+    def _part(self, part: int) -> Tensor | None:
+        buffers = self.slot.buffers.get(self._index)
+        if self._own[part] is not None or buffers is None:
+            return self._own[part]
+        return buffers[part][..., : self._length, :]
+
+    keys: Any = property(lambda self: self._part(0), lambda self, new: self._own.__setitem__(0, new))
+    values: Any = property(lambda self: self._part(1), lambda self, new: self._own.__setitem__(1, new))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take note of the number format. There are no keys yet."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new positions, and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length, new = self.get_seq_length(), (key_states, value_states)
+        end = length + key_states.shape[-2]
+        buffers = self.slot.room(self._index, new, end) if self.in_slot() else None
+        if buffers is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        for buffer, part in zip(buffers, new, strict=True):
+            buffer[..., length:end, :] = part
+        self.extend_to(end)
+        return self.keys, self.values
+
+    def in_slot(self) -> bool:
+        """Whether the keys lie in the slot, or there are none yet."""
+        return self._own[0] is None
+
+    def get_seq_length(self) -> int:
+        """Return the number of positions."""
+        return self._length if self._own[0] is None else self._own[0].shape[-2]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last positions; their number is negative."""
+        if self.in_slot():
+            self._length = max(0, self._length - abs(tokens_to_remove))
+        else:
+            super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._length = 0
+        super().reset()
+
+    def extend_to(self, length: int) -> None:
+        """Set the length, after positions were written to the slot."""
+        self._length, self.is_initialized = length, True
+
+    def move(self, slot: Slot, keys: Tensor | None, values: Tensor | None) -> None:
+        """Continue in another slot with these keys and values, if there are any."""
+        self.slot, self._length = slot, 0
+        if keys is not None and values is not None and keys.numel():
+            self.update(keys, values)
+
+
+class GraphCache(DynamicCache):
+    """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache."""
+
+    def __init__(self, pool: SlotPool, layers: int) -> None:
+        super().__init__()
+        self._pool, self.slot = pool, pool.take(1)
+        self.layer_class_to_replicate = None
+        self.layers = [SlotLayer(self.slot, index) for index in range(layers)]
+
+    def __del__(self) -> None:
+        self._pool.give(self.slot)
+
+    def reserve(self, count: int) -> Slot | None:
+        """Return the slot with room for `count` more positions, or None if keys have left it."""
+        if not all(layer.in_slot() for layer in self.layers):
+            return None
+        needed, old = self.get_seq_length() + count, self.slot
+        if needed > old.capacity:
+            self.slot = self._pool.take(needed)
+            for layer in self.layers:
+                layer.move(self.slot, layer.keys, layer.values)
+            self._pool.give(old)
+        return self.slot
+
+    def advance(self, count: int) -> None:
+        """Add `count` positions that a graph has written."""
+        length = self.get_seq_length() + count
+        for layer in self.layers:
+            layer.extend_to(length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GraphCache":
+        twin = GraphCache(self._pool, len(self.layers))
+        twin.reserve(self.get_seq_length())
+        for own, layer in zip(self.layers, twin.layers, strict=True):
+            layer.move(twin.slot, own.keys, own.values)
+        return twin
+
+
+class RecordedLayer(DynamicLayer):
+    """A layer as a graph sees it: whole buffers, and positions that only the device knows."""
+
+    _layer_type = None
+    is_compileable = True  # so that transformers masks the positions that are not filled
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        super().__init__()
+        self._slot, self._index, self.is_initialized = slot, index, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new positions, and return the buffers."""
+        keys, values = self._slot.buffers[self._index]
+        positions = self._slot.position + torch.arange(key_states.shape[-2], device=keys.device)
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of the keys that attention sees, and the position of the first one."""
+        return self._slot.capacity, 0
+
+    def get_seq_length(self) -> Any:
+        """Return the number of earlier positions as a tensor, since a graph must not fix it."""
+        return self._slot.position
+
+
+def recorded_cache(slot: Slot) -> DynamicCache:
+    """The cache with which a graph is recorded on a slot."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = None
+    cache.layers = [RecordedLayer(slot, index) for index in sorted(slot.buffers)]
+    return cache
