@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from utils.bounds import RULES as NAMES
@@ -109,9 +110,17 @@ def _accepts(residual: Tensor, ratio: float, uniform: float) -> bool:
 
 def _of(probs: Tensor, tokens: list[int]) -> list[float]:
     """The probability of each token in its own row, in one transfer."""
-    # Only these k numbers leave the device, not k rows of V.
-    chosen: list[float] = probs[range(len(tokens)), tokens].tolist()
-    return chosen
+    # Only these k numbers leave the device, not k rows of V. Nor are their indices uploaded.
+    if tokens and not _is_on_host(probs):
+        chosen = torch.stack([probs[index, token] for index, token in enumerate(tokens)])
+    else:
+        chosen = probs[range(len(tokens)), tokens]
+    numbers: list[float] = chosen.tolist()
+    return numbers
+
+
+def _is_on_host(probs: Tensor) -> bool:
+    return probs.device.type == "cpu"
 
 
 def residual_of(p: Tensor, q: Tensor) -> Tensor:
@@ -119,8 +128,11 @@ def residual_of(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _corrected(residual: Tensor, p: Tensor, noise: Noise, *, position: int, start: int) -> int:
+    if residual is p:
+        return noise.sample(p, position)
+    residual = residual.cpu()  # at once, because each question to a GPU makes the host wait
     # Only rounding can reject a draft when p nowhere exceeds q; the residual's limit is then p itself.
-    if residual is p or not residual.any():
+    if not residual.any():
         return noise.sample(p, position)
     return noise.pick(residual, Domain.RESIDUAL, position, start)
 

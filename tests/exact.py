@@ -12,6 +12,8 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
+import torch
+
 from utils.decode.drafts import Draft
 from utils.decode.noise import Domain
 from utils.decode.steps import Step
@@ -27,7 +29,7 @@ Number = float | Fraction
 class Exact:
     """A vector or a matrix of fractions with the tensor operations that the rules use."""
 
-    device = None
+    device = torch.device("cpu")
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -51,6 +53,9 @@ class Exact:
         return Exact([max(value, Fraction(min)) for value in self.values])
 
     def to(self, device: Any) -> "Exact":
+        return self
+
+    def cpu(self) -> "Exact":
         return self
 
     def any(self) -> bool:

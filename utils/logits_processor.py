@@ -63,9 +63,13 @@ def _check_tops(tops: Iterable[float]) -> None:
         )
 
 
+def _is_numpy(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
+
+
 def highest(rows: Tensor) -> list[tuple[float, int]]:
     """The largest entry of each row (k, V) and its id, the lowest of equal entries. NaN counts as larger."""
-    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
+    if _is_numpy(rows):
         # One operation of NumPy instead of several of PyTorch, each of which takes longer than the maximum.
         values = rows.detach().numpy()
         return [(float(row[token]), int(token)) for row, token in zip(values, values.argmax(axis=-1), strict=True)]
@@ -155,10 +159,14 @@ def _scale(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def _one_hot(logits: Tensor) -> Tensor:
-    found = highest(logits.reshape(-1, logits.shape[-1]))
-    _check_tops(top for top, _ in found)
-    ids = torch.tensor([token for _, token in found], device=logits.device)
-    return torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids.view(*logits.shape[:-1], 1), 1.0)
+    if _is_numpy(logits):
+        found = highest(logits.reshape(-1, logits.shape[-1]))
+        _check_tops(top for top, _ in found)
+        ids = torch.tensor([token for _, token in found]).view(*logits.shape[:-1], 1)
+    else:  # the ids stay on the device
+        tops, ids = logits.max(dim=-1, keepdim=True)
+        _check_finite(tops)
+    return torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids, 1.0)
 
 
 def _softmax(logits: Tensor, temperature: float) -> Tensor:
