@@ -346,6 +346,7 @@ class LocalArm:
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
             job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
+        job.pair.engine.prepare(len(job.prompt), len(job.prompt) + settings.length)
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         stopwatch = Stopwatch() if self.timed or watch is not None else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
 EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
 # What ModelSession passes. A call with anything else runs eagerly.
 ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+LONGER = (2, 4)  # buffer lengths of the self-test, in smallest ones; in the last one attention is other kernels
 WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
 
 
@@ -81,6 +83,8 @@ class GraphForward:
         self._layers = len(DynamicCache(config=model.config).layers)
         self.pool = SlotPool(model.device, *([self.decoder.prepare] if self.decoder else []))
         self._parameters = self.__signature__.parameters
+        self._kinds = set[tuple[int, bool]]()  # width and hidden states of recorded passes
+        self._cuts = WeakSet[GraphForward]()
         self.unnormed: Tensor | None = None  # the input of the final norm, if the last pass was not by transformers
         self._final_norm: nn.Module | None = None
         with suppress(UserError):
@@ -92,7 +96,27 @@ class GraphForward:
 
     def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
         """Return the same for a model that was cut out of this one."""
-        return GraphForward(cut, self._record, own=self.decoder is not None)
+        forward = GraphForward(cut, self._record, own=self.decoder is not None)
+        self._cuts.add(forward)
+        return forward
+
+    def prepare(self, first: int, last: int) -> None:
+        """Record what passes between these positions may replay, so that no run waits for it.
+
+        Passes with hidden states are recorded once there has been one.
+        """
+        if any(hidden for _, hidden in self._kinds):
+            self._kinds |= {(width, True) for width in WIDTHS}
+        capacity, longest = self.pool.capacity(first), self.pool.capacity(last + WIDTHS[-1])
+        while capacity <= longest:
+            slot = self.pool.take(capacity)
+            slot.position.zero_()  # a recording writes behind it
+            for kind in sorted(self._kinds) if slot.buffers else ():
+                self._graph(slot, slot.position.new_zeros((1, kind[0])), kind)
+            self.pool.give(slot)
+            capacity *= 2
+        for cut in self._cuts:
+            cut.prepare(first, last)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.unnormed = None
@@ -135,15 +159,20 @@ class GraphForward:
     def _outputs(self, slot: Slot, ids: Tensor, kind: tuple[int, bool], length: int) -> Outputs:
         """Run a graph over ids (1, T) after `length` positions. Outputs are (1, width, ...)."""
         slot.position.fill_(length)  # a kernel with an immediate value: nothing is uploaded
-        if kind not in slot.graphs:
-            static = ids.new_zeros((1, kind[0]))
-            static[:, : ids.shape[1]] = ids
-            slot.graphs[kind] = static, self._record(self._pass(slot, static, hidden=kind[1]))
-        static, graph = slot.graphs[kind]
+        static, graph = self._graph(slot, ids, kind)
         static[:, : ids.shape[1]] = ids
         graph.replay()
         outputs: Outputs = graph.outputs
         return outputs
+
+    def _graph(self, slot: Slot, ids: Tensor, kind: tuple[int, bool]) -> tuple[Tensor, Any]:
+        """The static input ids (1, width) and the graph of a kind of pass. It is recorded if there is none."""
+        if kind not in slot.graphs:
+            static = ids.new_zeros((1, kind[0]))
+            static[:, : ids.shape[1]] = ids
+            slot.graphs[kind] = static, self._record(self._pass(slot, static, hidden=kind[1]))
+            self._kinds.add(kind)
+        return slot.graphs[kind]
 
     def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
         """Return the forward pass to record: the logits of all rows, and the hidden states."""
@@ -244,6 +273,11 @@ class CudaGraphEngine(PlainEngine):
         self.promise = BIT_IDENTICAL if equal else ""
         return ""
 
+    def prepare(self, first: int, last: int) -> None:
+        """Record what runs between these positions may replay."""
+        for model, _ in self._replaced:
+            cast(GraphForward, model.forward).prepare(first, last)
+
     def remove(self) -> None:
         """Put the original forward passes back."""
         for model, own in self._replaced:
@@ -277,6 +311,9 @@ def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:
             return f"{DIFFERENT_LOGITS} in passes of {width} tokens"
     if selftest.differ_beyond_rounding(selftest.sample_logits(model, selftest.PREFIX), reference):
         return f"{DIFFERENT_LOGITS} in a prompt"
+    with cast(GraphForward, model.forward).pool.lengthened(LONGER[-1]):
+        if selftest.differ_beyond_rounding(_logits(model, len(reference), 1), reference):
+            return f"{DIFFERENT_LOGITS} in long buffers"
     return ""
 
 
@@ -290,9 +327,10 @@ def _has_equal_bits(model: PreTrainedModel) -> bool:
     prompt = _prompt_logits(model, MAX_WIDTH, len(alone))
     if not torch.equal(prompt, alone[: len(prompt)]):
         return False
-    with pool.lengthened():
-        if not all(torch.equal(_logits(model, MAX_WIDTH, width), alone) for width in TESTED):
-            return False
+    for factor in LONGER:
+        with pool.lengthened(factor):
+            if not all(torch.equal(_logits(model, MAX_WIDTH, width), alone) for width in TESTED):
+                return False
     return not selftest.width_dependence(model, selftest.EVERY_WIDTH, torch.get_num_threads())
 
 

@@ -46,21 +46,23 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of a model that no cache uses at the moment. prepare: completes a new one."""
+    """The slots of a model that no cache uses at the moment. complete: makes what a new one needs."""
 
-    def __init__(self, device: torch.device, prepare: Callable[[Slot], None] = lambda slot: None) -> None:
-        self._device, self._prepare, self._smallest = device, prepare, SMALLEST
+    def __init__(self, device: torch.device, complete: Callable[[Slot], None] = lambda slot: None) -> None:
+        self._device, self._complete, self._smallest = device, complete, SMALLEST
         self._spare: dict[int, list[Slot]] = {}
+
+    def capacity(self, length: int) -> int:
+        """Return the capacity of the slot that `take` returns."""
+        return self._smallest << (max(0, length - 1) // self._smallest).bit_length()
 
     def take(self, length: int) -> Slot:
         """Return a slot with room for `length` positions."""
-        capacity = self._smallest
-        while capacity < length:
-            capacity *= 2
+        capacity = self.capacity(length)
         if spare := self._spare.get(capacity):
             return spare.pop()
         slot = Slot(capacity, self._device)
-        self._prepare(slot)
+        self._complete(slot)
         return slot
 
     def give(self, slot: Slot) -> None:
@@ -70,9 +72,9 @@ class SlotPool:
             spare.append(slot)
 
     @contextmanager
-    def lengthened(self) -> Iterator[None]:
-        """Begin with slots of the second length, to compare the two."""
-        self._smallest = 2 * SMALLEST
+    def lengthened(self, factor: int) -> Iterator[None]:
+        """Begin with slots of `factor` times the smallest length, a power of two, to compare them."""
+        self._smallest = factor * SMALLEST
         try:
             yield
         finally:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+from fakes import table_pair
 from local_runs import local_run
 
-from utils.comparison.arms import Run, compare_run
-from utils.comparison.strategies import STRATEGIES
+from ngram_assisted import NGramStorage
+from utils.comparison import arms
+from utils.comparison.arms import LocalArm, Run, compare_run
+from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.decode.steps import FinishReason, Step
+from utils.engine import Engine
 from utils.metrics.results import Comparison, Generation
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import ServerCompletion
@@ -49,6 +55,21 @@ def test_strategies_are_compared_with_the_target() -> None:
     assert compare_run(alone, [alone], SETTINGS) == Comparison(baseline="target")
     nothing = compare_run(run_of("ngram", [], 1.0), [run_of("target", [], 0.0)], SETTINGS)
     assert (nothing.speedup, nothing.same) == (None, True)
+
+
+def test_runs_are_prepared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = list[Any]()
+
+    def timed(*_: Any, **__: Any) -> Generation:
+        happened.append("timed")
+        return Generation((Step((), 0, 1),), 1.0, 0.5, FinishReason.LENGTH)
+
+    monkeypatch.setattr(Engine, "prepare", lambda _, *positions: happened.append(positions))
+    monkeypatch.setattr(arms, "collect", timed)
+    pair = table_pair()
+    job = Job([1, 2, 3], pair, replace(SETTINGS, length=9), NGramStorage(3, 64))
+    LocalArm(ROWS["target"], pair, job=job).run("", job.settings)
+    assert happened == [(3, 12), "timed"]
 
 
 def test_servers_are_compared_on_their_host_and_by_greedy_texts() -> None:

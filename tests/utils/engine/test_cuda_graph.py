@@ -181,8 +181,10 @@ def test_a_pool_keeps_few_slots_and_returns_to_short_ones() -> None:
     for slot in slots:
         pool.give(slot)
     assert [pool.take(1) in slots for _ in slots] == [True] * SPARE_SLOTS + [False]
-    with pool.lengthened():
-        assert pool.take(1).capacity == 2 * SMALLEST
+    for factor in (2, 4):
+        with pool.lengthened(factor):
+            assert pool.take(1).capacity == factor * SMALLEST
+    assert [pool.capacity(SMALLEST * part // 4) // SMALLEST for part in (0, 4, 5, 8, 9, 17)] == [1, 1, 2, 2, 4, 8]
     assert pool.take(1).capacity == SMALLEST
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
-from utils.engine import Engine, cuda_graph, graph_cache, selftest
+from utils.engine import Engine, cuda_graph, graph_cache, graph_decoder, selftest
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.invariant import InvariantEngine
@@ -61,12 +61,13 @@ def test_promise_is_made_only_if_the_bits_are_equal(monkeypatch: pytest.MonkeyPa
     assert installed(model).promise == ""  # PyTorch's own kernels round differently at other widths
 
 
-@pytest.mark.parametrize("odd", [None, 5, 12, 33, "a prompt", "longer buffers", "another width of a layer"])
+@pytest.mark.parametrize("odd", [None, 5, 12, 33, "a prompt", "2 times", "4 times", "another width of a layer"])
 def test_bits_are_compared_at_every_width_and_in_longer_buffers(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = attached(MODELS["llama"]())
 
     def logits(model: Any, count: int, width: int) -> Tensor:
-        kind = width if model.forward.pool.take(1).capacity == graph_cache.SMALLEST else "longer buffers"
+        factor = model.forward.pool.take(1).capacity // graph_cache.SMALLEST
+        kind = width if factor == 1 else f"{factor} times"
         return torch.full((count, 2), float(kind == odd))
 
     monkeypatch.setattr(cuda_graph, "_logits", logits)
@@ -105,6 +106,47 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
     monkeypatch.setattr(FakeRecorder, "__call__", record)
     engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
     assert f"passes of {12 if width == 17 else width} tokens" in engine.install()
+
+
+def test_the_self_test_notices_wrong_attention_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = graph_decoder._attended_by_products
+
+    def wrong(query: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        return right(query * (1 if keys.shape[1] < 4 * graph_cache.SMALLEST else 1.3), keys, *rest)
+
+    monkeypatch.setattr(graph_decoder, "_attended_by_products", wrong)
+    engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
+    said: list[str] = []
+    assert engine.install(said.append) == "" and not engine.has_own_forward
+    assert any("in long buffers" in text for text in said)
+
+
+def test_a_prepared_run_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where keys move to a longer slot, in passes with hidden states, and in a cut."""
+    monkeypatch.setattr(graph_cache, "SMALLEST", 32)
+    model, random = MODELS["llama"](), Random(3)
+    engine, context = installed(model), ids(90, random)
+    cut = first_layers(model, 1)
+
+    def run(last: int) -> None:
+        for each, layers in ((model, ()), (model, (0, 3)), (cut, ())):
+            session = ModelSession(each, features=layers)
+            for end in range(20, last + 1, 7):
+                session.feed(context[:end], keep=1)
+                session.feed(context[: end + 3], keep=3)
+                session.rewind(end)
+            if last > 27 and each is model:
+                session.feed(context[: last + 5], keep=5)  # no earlier run had such a pass with hidden states
+
+    run(27)
+    recorded = model.forward._record.graphs
+    before = len(recorded)
+    engine.prepare(20, 88)
+    prepared = len(recorded)
+    run(83)
+    assert before < prepared == len(recorded) and replays(model) > 30
+    engine.prepare(20, 88)
+    assert len(recorded) == prepared
 
 
 def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
