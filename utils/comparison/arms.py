@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from ngram_assisted import STORAGES, NGramStorage
 from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.config.settings import Settings
-from utils.decode.engine_forward import reported_reading
+from utils.decode.engine_forward import prepare_run, reported_reading
 from utils.decode.model_info import vocabulary_size
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason, Step
@@ -346,7 +346,7 @@ class LocalArm:
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
             job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
-        job.pair.engine.prepare(len(job.prompt), len(job.prompt) + settings.length)
+        prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), len(job.prompt) + settings.length)
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         stopwatch = Stopwatch() if self.timed or watch is not None else None

@@ -3,7 +3,7 @@
 An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -31,11 +31,21 @@ class EngineForward(Protocol):
     def for_cut(self, cut: Any) -> "EngineForward":
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
+    def prepare(self, first: int, last: int) -> None:
+        """Do what passes between these positions would do when they first run."""
+
 
 def engine_forward(model: Any) -> EngineForward | None:
     """The engine's forward pass of a model, or None if the model computes its own."""
     forward = vars(model).get("forward")
     return forward if isinstance(forward, EngineForward) else None
+
+
+def prepare_run(models: Iterable[Any], first: int, last: int) -> None:
+    """Prepare models for a run between these positions, so that no first use is timed."""
+    for model in models:
+        if model is not None and (forward := engine_forward(model)) is not None:
+            forward.prepare(first, last)
 
 
 @contextmanager

@@ -273,11 +273,6 @@ class CudaGraphEngine(PlainEngine):
         self.promise = BIT_IDENTICAL if equal else ""
         return ""
 
-    def prepare(self, first: int, last: int) -> None:
-        """Record what runs between these positions may replay."""
-        for model, _ in self._replaced:
-            cast(GraphForward, model.forward).prepare(first, last)
-
     def remove(self) -> None:
         """Put the original forward passes back."""
         for model, own in self._replaced:

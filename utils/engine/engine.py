@@ -173,10 +173,6 @@ class Engine:
         """
         return times_have_changed(ForwardProbe(self._target), self.step_seconds, self.costs)
 
-    def prepare(self, first: int, last: int) -> None:
-        """Prepare a run whose positions lie between these, so that no first use is timed."""
-        self._engine.prepare(first, last)
-
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
         return self._engine.nbytes()

@@ -119,11 +119,11 @@ class SlotDecoder:
         query = y[:, : spec.heads].unflatten(1, (spec.kv_heads, self._groups)).transpose(0, 1)
         # Heads that share keys are rows, and the others a batch, whose results lie side by side.
         query = query.reshape(spec.kv_heads, 1, count * self._groups, size)
-        keys, values = pair.unsqueeze(2)  # (kv_heads, 1, capacity, D)
         mask, scale = shared.masks[layer.spec.window], layer.spec.scaling
-        if self._dtype in BY_PRODUCTS or keys.shape[2] >= MANY_KEYS:
-            attended = _attended_by_products(query[:, 0], keys[:, 0], values[:, 0], mask[:, 0], scale)
+        if self._dtype in BY_PRODUCTS or pair.shape[2] >= MANY_KEYS:
+            attended = _attended_by_products(query[:, 0], pair, mask[:, 0], scale)
         else:
+            keys, values = pair.unsqueeze(2)  # (kv_heads, 1, capacity, D)
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
         attended = attended.reshape(spec.kv_heads, count, -1).transpose(0, 1).reshape(count, -1)
         return _added(layer.spec, x, (layer.spec.output, attended, layer.spec.attention_output_norm), in_place)
@@ -192,10 +192,10 @@ class SlotDecoder:
         return replace(norm, weight=weight) if torch.equal(weight.to(norm.weight.dtype), norm.weight) else norm
 
 
-def _attended_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of query (heads, rows, D) over keys and values (heads, T, D), with a mask (heads, rows, T) to add."""
-    scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(dim=-1), values)
+def _attended_by_products(query: Tensor, pair: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention of query (heads, rows, D) over a pair of keys and values (2, heads, T, D). mask: (heads, rows, T)."""
+    scores = torch.baddbmm(mask, query, pair[0].transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(dim=-1), pair[1])
 
 
 def joined(linears: Sequence[Linear]) -> Linear:

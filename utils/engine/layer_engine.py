@@ -63,9 +63,6 @@ class PlainEngine:
         """Test what the installed layers promise, with this number of threads. Returns why the test failed."""
         return ""
 
-    def prepare(self, first: int, last: int) -> None:
-        """Do once what passes between these positions would do when they first run."""
-
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
         return tensor_bytes([*self._models, *self._helpers])

@@ -136,6 +136,9 @@ class LeanDecoder:
         layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
         return len(cache.layers) == len(layers) >= max(1, len(self._spec.layers))
 
+    def prepare(self, first: int, last: int) -> None:
+        """Nothing: programs depend on no position, and take milliseconds to build."""
+
     def _transformers_forward(self, **arguments: Any) -> Any:
         if self._original is None:
             raise NotImplementedError("this engine computes only cached or uncached passes over token ids")

@@ -16,7 +16,6 @@ from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
 from utils.decode.steps import FinishReason, Step
-from utils.engine import Engine
 from utils.metrics.results import Comparison, Generation
 from utils.servers.address import ServerAddress
 from utils.servers.kinds.completion import ServerCompletion
@@ -64,7 +63,7 @@ def test_runs_are_prepared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch
         happened.append("timed")
         return Generation((Step((), 0, 1),), 1.0, 0.5, FinishReason.LENGTH)
 
-    monkeypatch.setattr(Engine, "prepare", lambda _, *positions: happened.append(positions))
+    monkeypatch.setattr(arms, "prepare_run", lambda _, *positions: happened.append(positions))
     monkeypatch.setattr(arms, "collect", timed)
     pair = table_pair()
     job = Job([1, 2, 3], pair, replace(SETTINGS, length=9), NGramStorage(3, 64))

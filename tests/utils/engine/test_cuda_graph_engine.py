@@ -12,7 +12,7 @@ from graphs_on_cpu import MODELS, OnCpu, attached, equal, ids, installed, replay
 from tiny import tiny_llama, tiny_mamba, tiny_t5
 from torch import Tensor
 
-from utils.decode.engine_forward import MAX_WIDTH
+from utils.decode.engine_forward import MAX_WIDTH, prepare_run
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine, cuda_graph, graph_cache, graph_decoder, selftest
@@ -111,8 +111,8 @@ def test_the_self_test_notices_wrong_logits_of_one_width(width: int, monkeypatch
 def test_the_self_test_notices_wrong_attention_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     right = graph_decoder._attended_by_products
 
-    def wrong(query: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        return right(query * (1 if keys.shape[1] < 4 * graph_cache.SMALLEST else 1.3), keys, *rest)
+    def wrong(query: Tensor, pair: Tensor, *rest: Any) -> Tensor:
+        return right(query * (1 if pair.shape[2] < 4 * graph_cache.SMALLEST else 1.3), pair, *rest)
 
     monkeypatch.setattr(graph_decoder, "_attended_by_products", wrong)
     engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
@@ -125,7 +125,8 @@ def test_a_prepared_run_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     """Also where keys move to a longer slot, in passes with hidden states, and in a cut."""
     monkeypatch.setattr(graph_cache, "SMALLEST", 32)
     model, random = MODELS["llama"](), Random(3)
-    engine, context = installed(model), ids(90, random)
+    installed(model)
+    context = ids(90, random)
     cut = first_layers(model, 1)
 
     def run(last: int) -> None:
@@ -141,11 +142,11 @@ def test_a_prepared_run_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     run(27)
     recorded = model.forward._record.graphs
     before = len(recorded)
-    engine.prepare(20, 88)
+    prepare_run((model, None), 20, 88)
     prepared = len(recorded)
     run(83)
     assert before < prepared == len(recorded) and replays(model) > 30
-    engine.prepare(20, 88)
+    prepare_run((model, None), 20, 88)
     assert len(recorded) == prepared
 
 
