@@ -30,7 +30,8 @@ class FeatureSession(ABC):
         self._reset()
 
     def _reset(self) -> None:
-        self._cache: Any = self.model.new_cache()
+        self._cache: Any = None  # the last one ends first, so that the new one can have its memory
+        self._cache = self.model.new_cache()
         self._cached = 0  # entries in the cache
         self._known = 0  # positions whose features have arrived
         # Features (T, F) of positions that have no entry yet. They are joined when they are needed: otherwise a drafter

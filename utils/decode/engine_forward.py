@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from utils.bounds import MAX_GAMMA
 
 MAX_WIDTH = MAX_GAMMA + 1  # rows of the widest verify pass
@@ -41,11 +43,14 @@ def engine_forward(model: Any) -> EngineForward | None:
     return forward if isinstance(forward, EngineForward) else None
 
 
+@torch.no_grad()
 def prepare_run(models: Iterable[Any], first: int, last: int) -> None:
     """Prepare models for a run between these positions, so that no first use is timed."""
-    for model in models:
-        if model is not None and (forward := engine_forward(model)) is not None:
-            forward.prepare(first, last)
+    for model in filter(None, models):
+        # A drafter that reads hidden states has entries instead of a forward pass.
+        for own in (engine_forward(model), getattr(model, "compiled", None)):
+            if own is not None:
+                own.prepare(first, last)
 
 
 @contextmanager

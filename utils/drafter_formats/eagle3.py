@@ -11,7 +11,6 @@ place of its own in the pass, with the mask token instead of the token before it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -40,7 +39,7 @@ from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, DraftSpec, Joine
 from utils.engine.read_decoder import STATIC_ROPES, rotary_table
 from utils.errors import UserError
 from utils.logits_processor import one_thread
-from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
+from utils.models.feature_drafter import BlockDrafter, CompiledEntries, Conventions, StepwiseDrafter
 
 # Names in other layouts, and those of speculators.
 RENAMED = {"midlayer.": "layers.0."} | {
@@ -59,7 +58,7 @@ class Eagle3(StepwiseDrafter):
 
     embed_tokens: nn.Module
     lm_head: nn.Module
-    compiled: Callable[[Tensor, Tensor, int, Any], tuple[Tensor, Tensor]] | None = None  # add_entries of an engine
+    compiled: CompiledEntries | None = None  # of an engine
 
     def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
         super().__init__()
@@ -78,6 +77,10 @@ class Eagle3(StepwiseDrafter):
             layer.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(config)
+
+    def new_cache(self) -> Any:
+        own = None if self.compiled is None else self.compiled.new_cache()
+        return super().new_cache() if own is None else own
 
     def fuse_features(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:

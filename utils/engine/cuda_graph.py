@@ -25,6 +25,7 @@ from utils.decode.model_session import ModelSession
 from utils.engine import selftest
 from utils.engine.graph_cache import GraphCache, Slot, SlotPool, recorded_cache
 from utils.engine.graph_decoder import Outputs, SlotDecoder
+from utils.engine.graph_drafter import GraphDrafter
 from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
 from utils.engine.read_decoder import read_decoder
 from utils.engine.selftest import DIFFERENT_LOGITS
@@ -107,14 +108,10 @@ class GraphForward:
         """
         if any(hidden for _, hidden in self._kinds):
             self._kinds |= {(width, True) for width in WIDTHS}
-        capacity, longest = self.pool.capacity(first), self.pool.capacity(last + WIDTHS[-1])
-        while capacity <= longest:
-            slot = self.pool.take(capacity)
+        for slot in self.pool.between(first, last + WIDTHS[-1]):
             slot.position.zero_()  # a recording writes behind it
             for kind in sorted(self._kinds) if slot.buffers else ():
                 self._graph(slot, slot.position.new_zeros((1, kind[0])), kind)
-            self.pool.give(slot)
-            capacity *= 2
         for cut in self._cuts:
             cut.prepare(first, last)
 
@@ -165,14 +162,17 @@ class GraphForward:
         outputs: Outputs = graph.outputs
         return outputs
 
+    @torch.inference_mode(False)  # passes in other modes write the inputs as well
+    @torch.no_grad()
     def _graph(self, slot: Slot, ids: Tensor, kind: tuple[int, bool]) -> tuple[Tensor, Any]:
         """The static input ids (1, width) and the graph of a kind of pass. It is recorded if there is none."""
         if kind not in slot.graphs:
             static = ids.new_zeros((1, kind[0]))
             static[:, : ids.shape[1]] = ids
-            slot.graphs[kind] = static, self._record(self._pass(slot, static, hidden=kind[1]))
+            slot.graphs[kind] = (static,), self._record(self._pass(slot, static, hidden=kind[1]))
             self._kinds.add(kind)
-        return slot.graphs[kind]
+        (static,), graph = slot.graphs[kind]
+        return static, graph
 
     def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
         """Return the forward pass to record: the logits of all rows, and the hidden states."""
@@ -232,7 +232,7 @@ class CudaGraphEngine(PlainEngine):
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         super().__init__(models, helpers, weights)
         self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
-        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that were set on them
+        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that they had
 
     def unsupported(self) -> str:
         """Return why the models cannot be computed this way."""
@@ -251,11 +251,28 @@ class CudaGraphEngine(PlainEngine):
             except RuntimeError as error:  # an operation that this GPU or this version of PyTorch does not support
                 failure = str(error).partition("\n")[0]
             if not failure:
+                self._record_drafters(self._helpers)
                 return ""
             report(f"recording transformers' forward pass, because of {failure}")
             self.remove()
             self.has_own_forward = False
-        return self._recorded(reference, report)
+        failure = self._recorded(reference, report)
+        if not failure:
+            self._record_drafters(self._helpers)
+        return failure
+
+    def add_helper(self, helper: nn.Module) -> None:
+        super().add_helper(helper)
+        self._record_drafters([helper])
+
+    def _record_drafters(self, helpers: Sequence[nn.Module]) -> None:
+        """Record the entries of drafters that can be described, if the pass computes what their modules compute."""
+        for helper in helpers:
+            if getattr(helper, "draft_spec", lambda: None)() is not None:
+                with suppress(RuntimeError):  # as above
+                    compiled = GraphDrafter(helper, self.recorder(self._models[0].device))
+                    if selftest.drafts_like_modules(compiled, helper):
+                        cast(Any, helper).compiled = compiled
 
     def _recorded(self, reference: Sequence[Tensor], report: Report) -> str:
         self.promise = ""
@@ -280,6 +297,8 @@ class CudaGraphEngine(PlainEngine):
             if own is not None:  # of a library that had replaced it before, such as accelerate
                 model.forward = own
         self._replaced = []
+        for helper in self._helpers:
+            vars(helper).pop("compiled", None)
         super().remove()
 
 

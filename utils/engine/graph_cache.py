@@ -27,7 +27,7 @@ class Slot:
         self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
         self.pairs: list[Tensor] = []  # (2, heads, capacity, D) of each layer, of which the buffers are views
-        self.graphs: dict[Any, tuple[Tensor, Any]] = {}  # static input ids and graph, by what was recorded
+        self.graphs: dict[Any, tuple[tuple[Tensor, ...], Any]] = {}  # inputs and graph, by what was recorded
 
     def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
         """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
@@ -61,9 +61,19 @@ class SlotPool:
         capacity = self.capacity(length)
         if spare := self._spare.get(capacity):
             return spare.pop()
-        slot = Slot(capacity, self._device)
-        self._complete(slot)
+        with torch.inference_mode(False):  # passes in other modes write them as well
+            slot = Slot(capacity, self._device)
+            self._complete(slot)
         return slot
+
+    def between(self, first: int, last: int) -> Iterator[Slot]:
+        """The slots that runs take whose positions lie between these."""
+        capacity = self.capacity(first)
+        while capacity <= self.capacity(last):
+            slot = self.take(capacity)
+            yield slot
+            self.give(slot)
+            capacity *= 2
 
     def give(self, slot: Slot) -> None:
         """Take a slot back."""
@@ -164,6 +174,15 @@ class GraphCache(DynamicCache):
 
     def __del__(self) -> None:
         self._pool.give(self.slot)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append new positions to a layer. Before the first one, all move to a longer slot if they need one."""
+        if layer_idx == 0 and len(key_states) == 1:
+            self.reserve(key_states.shape[-2])
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
 
     def reserve(self, count: int) -> Slot | None:
         """Return the slot with room for `count` more positions, or None if keys have left it."""

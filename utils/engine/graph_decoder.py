@@ -64,7 +64,7 @@ class SlotDecoder:
     def __init__(self, spec: DecoderSpec) -> None:
         weight = spec.embedding.weight
         self._dtype, self._device = weight.dtype, weight.device
-        self._spec, self._final_norm = spec, self._converted(spec.final_norm)
+        self._spec, self._final_norm, self.hidden_size = spec, self._converted(spec.final_norm), spec.hidden_size
         self._layers = [self._joined(layer) for layer in spec.layers]
         self._windows = {layer.window for layer in spec.layers}
         self._groups = spec.heads // spec.kv_heads
@@ -99,10 +99,11 @@ class SlotDecoder:
         for layer, pair in zip(self._layers, slot.pairs, strict=True):
             if hidden:
                 states.append(x)
-            x = self._attended(layer, x, pair, shared, in_place=not hidden)
+            given = normed(layer.spec.input_norm, x)
+            x = self._attended(layer, x, pair, shared, given=given, in_place=not hidden)
             x = self._with_mlp(layer, x)
         unnormed = x
-        x = _normed(self._final_norm, x if hidden else x[-keep:])
+        x = normed(self._final_norm, x if hidden else x[-keep:])
         logits = F.linear(x[-keep:], spec.head.weight, spec.head.bias)
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
@@ -110,10 +111,12 @@ class SlotDecoder:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return (logits[None], *(state[None] for state in ([*states, x, unnormed] if hidden else ())))
 
-    def _attended(self, layer: _Layer, x: Tensor, pair: Tensor, shared: _Pass, *, in_place: bool) -> Tensor:
-        """x (T, hidden) after the attention of a layer, whose keys and values are written to `pair`."""
+    def _attended(
+        self, layer: _Layer, x: Tensor, pair: Tensor, shared: _Pass, *, given: Tensor, in_place: bool
+    ) -> Tensor:
+        """x (T, hidden) plus the attention of a layer to `given` (T, N). Its keys and values are written to `pair`."""
         spec, count, size = self._spec, len(x), self._spec.head_dim
-        y = self._rotated(layer, x, shared)  # (T, heads of q, k and v, D)
+        y = self._rotated(layer, given, shared)  # (T, heads of q, k and v, D)
         new = y[:, spec.heads :].unflatten(1, (2, spec.kv_heads)).permute(1, 2, 0, 3)  # (2, kv_heads, T, D)
         pair.index_copy_(2, shared.positions, new)
         query = y[:, : spec.heads].unflatten(1, (spec.kv_heads, self._groups)).transpose(0, 1)
@@ -128,14 +131,14 @@ class SlotDecoder:
         attended = attended.reshape(spec.kv_heads, count, -1).transpose(0, 1).reshape(count, -1)
         return _added(layer.spec, x, (layer.spec.output, attended, layer.spec.attention_output_norm), in_place)
 
-    def _rotated(self, layer: _Layer, x: Tensor, shared: _Pass) -> Tensor:
+    def _rotated(self, layer: _Layer, given: Tensor, shared: _Pass) -> Tensor:
         """Queries, keys and values (T, heads, D) with positions. A value is multiplied by cos = 1 and sin = 0."""
         spec, own = self._spec, layer.spec
-        y = F.linear(_normed(own.input_norm, x), layer.qkv.weight, layer.qkv.bias)
+        y = F.linear(given, layer.qkv.weight, layer.qkv.bias)
         if own.query_norm is not None or own.key_norm is not None:
             query, key, value = y.split([count * spec.head_dim for count in (spec.heads, *[spec.kv_heads] * 2)], dim=-1)
-            y = torch.cat([_normed(own.query_norm, query), _normed(own.key_norm, key), value], dim=-1)
-        y = y.view(len(x), -1, spec.head_dim)
+            y = torch.cat([normed(own.query_norm, query), normed(own.key_norm, key), value], dim=-1)
+        y = y.view(len(given), -1, spec.head_dim)
         if own.rope is None:
             return y
         (cos, sin), half, end = shared.rotations[own.rope], spec.rotary_dim // 2, spec.rotary_dim
@@ -145,7 +148,7 @@ class SlotDecoder:
     def _with_mlp(self, layer: _Layer, x: Tensor) -> Tensor:
         """x (T, hidden) after the MLP of a layer."""
         spec = layer.spec
-        gate, up = F.linear(_normed(spec.mlp_norm, x), layer.gate_up.weight, layer.gate_up.bias).chunk(2, dim=-1)
+        gate, up = F.linear(normed(spec.mlp_norm, x), layer.gate_up.weight, layer.gate_up.bias).chunk(2, dim=-1)
         inner = ACTIVATIONS[spec.activation](gate).mul_(up)
         return _added(spec, x, (spec.down, inner, spec.mlp_output_norm), True)
 
@@ -224,7 +227,7 @@ def _neighbours(weights: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
 
 
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+def normed(norm: Norm | None, x: Tensor) -> Tensor:
     """An RMS norm over all of x (T, N), or over each head of it."""
     if norm is None:
         return x
@@ -241,4 +244,4 @@ def _added(layer: LayerSpec, x: Tensor, change: tuple[Linear, Tensor, Norm | Non
     if linear.bias is None and norm is None and layer.residual_scale == 1.0:
         add = x.addmm_ if in_place else partial(torch.addmm, x)
         return add(inputs, linear.weight.t())
-    return torch.add(x, _normed(norm, F.linear(inputs, linear.weight, linear.bias)), alpha=layer.residual_scale)
+    return torch.add(x, normed(norm, F.linear(inputs, linear.weight, linear.bias)), alpha=layer.residual_scale)

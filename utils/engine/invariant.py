@@ -88,7 +88,7 @@ class InvariantEngine(PlainEngine):
         for helper in helpers if _is_compiled(self._models[0]) else ():
             if getattr(helper, "draft_spec", lambda: None)() is not None:
                 compiled = CompiledDrafter(helper)
-                if compiled.agrees():
+                if selftest.drafts_like_modules(compiled, helper):
                     cast(Any, helper).compiled = compiled
 
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:

@@ -7,6 +7,7 @@ all of that has passed at an earlier start, a slice of each model is compared an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ LATER_WIDTHS = (2, 3, 5)  # of a slice at later starts
 COMPARED_LAYERS = 2
 LATER_HEAD = 4096  # outputs of the head that are compared at later starts
 MAX_DEVIATION = 0.1  # of rounded weights: the norm of the difference of logits over that of the logits
+DRAFT_ROWS = (3, 1, 1, 2, 12)  # entries of a drafter that are added one after the other
+# Of a drafter's logits, as a share of their largest difference from their mean; the second one in half precision.
+DRAFT_TOLERANCE, HALF_DRAFT_TOLERANCE = 1e-3, 0.05
 DIFFERENT_LOGITS = "its logits differ from those of the plain engine"
 
 
@@ -137,6 +141,29 @@ class Reference:
             return DIFFERENT_LOGITS if differ_beyond_rounding(logits, self.logits) else ""
         share = float((logits.float() - self.logits).norm() / self.logits.norm())
         return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
+
+
+@torch.no_grad()
+def drafts_like_modules(compiled: Any, drafter: Any) -> bool:
+    """Whether `compiled` adds entries to a drafter with the logits of its modules, up to rounding. The drafter must be
+    computed by its modules.
+    """
+    generator, weight = torch.Generator().manual_seed(0), drafter.embed_tokens.weight
+    tolerance = DRAFT_TOLERANCE if weight.dtype in (torch.float32, torch.float64) else HALF_DRAFT_TOLERANCE
+    own, plain, first = compiled.new_cache(), drafter.new_cache(), 0
+    own = drafter.new_cache() if own is None else own
+    for count in DRAFT_ROWS:
+        states = torch.randn(count, weight.shape[1], generator=generator).to(weight)
+        tokens = torch.randint(len(weight), (count,), generator=generator).to(weight.device)
+        found = compiled(states, tokens, first, own)[1].float()
+        positions = torch.arange(first, first + count, device=weight.device)[None]
+        state = drafter.next_states(states[None], tokens[None], positions, plain)[0, -1:]
+        expected = drafter.drafted_logits(state).float()
+        scale = float((expected - expected.mean()).abs().max())
+        if not float((found - expected).abs().max()) <= tolerance * scale:  # NaN as well
+            return False
+        first += count
+    return True
 
 
 def sample_logits(model: PreTrainedModel, prefix: int = LONG_PREFIX) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,19 @@ class StepwiseDrafter(FeatureDrafter):
         (1, H).
         """
         return state
+
+
+class CompiledEntries(Protocol):
+    """What an engine computes in place of a stepwise drafter's modules."""
+
+    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """As StepwiseDrafter.add_entries for few entries, with logits (1, V') over the draft vocabulary."""
+
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run, or None for that of the modules."""
+
+    def prepare(self, first: int, last: int) -> None:
+        """Do what entries between these positions would do when they are first added."""
 
 
 class BlockDrafter(FeatureDrafter):

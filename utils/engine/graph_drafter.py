@@ -1,0 +1,132 @@
+"""A drafter of the kind of EAGLE-3 in recorded passes: one graph for each number of new entries.
+
+Its modules launch about 40 kernels for a draft from Python, which takes longer than a recorded pass of the target.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from utils.engine.decoder_spec import DecoderSpec, JoinedInput, LayerSpec, Linear
+from utils.engine.graph_cache import GraphCache, Slot, SlotPool
+from utils.engine.graph_decoder import BACKENDS, SlotDecoder, normed
+
+MOST = 9  # new entries of a recorded pass: those after a round of 8 accepted drafts
+
+
+class SlotDrafter(SlotDecoder):
+    """The pass over new entries of a drafter that describes itself by `draft_spec`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, draft = model, model.draft_spec()
+        super().__init__(_with_weights(model, draft.decoder))
+        self._mixtures = [None if mixture is None else _weighted(model, mixture) for mixture in draft.mixtures]
+
+    def entries(self, slot: Slot, states: Tensor, tokens: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return the pass that adds entries at slot.position: from the states (T, H) before them and the tokens (T,)
+        that follow these, to the last state (1, H) and its logits (1, V') over the draft vocabulary.
+        """
+        (columns, tables), draft = self._tables_of(slot.capacity), self._model.draft_spec()
+        inputs = [joined and self._of_joined(joined) for joined in draft.inputs]
+
+        def run() -> tuple[Tensor, Tensor]:
+            with sdpa_kernel(BACKENDS):
+                shared = self._shared(slot.position + columns[: len(tokens)], columns, tables)
+                embedded = F.embedding(tokens, self._spec.embedding.weight).to(states.dtype)
+                x, attending = states, iter(zip(self._layers, slot.pairs, strict=True))
+                for joined, mixture in zip(inputs, self._mixtures, strict=True):
+                    residual, given = (x, x) if joined is None else _joined_input(joined, embedded, x)
+                    if mixture is None:
+                        layer, pair = next(attending)
+                        given = normed(layer.spec.input_norm, given)
+                        x = self._attended(layer, residual, pair, shared, given=given, in_place=False)
+                        x = self._with_mlp(layer, x)
+                    else:
+                        x = residual + F.linear(given, mixture.weight, mixture.bias)
+                last = x[-1:]
+                read = normed(self._final_norm, last) if draft.norm_before_head else last
+                return last, F.linear(read, self._spec.head.weight, self._spec.head.bias)
+
+        return run
+
+    def _of_joined(self, joined: JoinedInput) -> JoinedInput:
+        norms = (self._converted(joined.token_norm), self._converted(joined.state_norm))
+        return JoinedInput(*norms, joined.normed_residual)
+
+
+class GraphDrafter:
+    """Adds entries to a drafter by replays, as its present conventions have it. record: a CudaRecorder or its like."""
+
+    def __init__(self, model: Any, record: Any) -> None:
+        self._model, self._record = model, record
+        self._decoder = SlotDrafter(model)
+        self._layers = len(model.draft_spec().decoder.layers)
+        self._pool = SlotPool(model.device, self._decoder.prepare)
+
+    def new_cache(self) -> GraphCache:
+        """Return an empty cache for one run."""
+        return GraphCache(self._pool, self._layers)
+
+    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
+        these. Returns the last state (1, H) and its logits (1, V').
+        """
+        slot = cache.reserve(len(tokens))
+        slot.position.fill_(first)
+        if len(tokens) <= MOST:
+            (own_states, own_tokens), graph = self._graph(slot, len(tokens))
+            own_states.copy_(states)
+            own_tokens.copy_(tokens)
+            graph.replay()
+            state, logits = (output.clone() for output in graph.outputs)  # the next replay overwrites them
+        else:
+            state, logits = self._decoder.entries(slot, states, tokens)()
+        cache.advance(len(tokens))
+        return state, logits
+
+    def prepare(self, first: int, last: int) -> None:
+        """Record what passes between these positions may replay."""
+        for slot in self._pool.between(first, last + MOST):
+            slot.position.zero_()
+            for count in range(1, MOST + 1):
+                self._graph(slot, count)
+
+    @torch.inference_mode(False)  # passes in other modes write the inputs as well
+    @torch.no_grad()
+    def _graph(self, slot: Slot, count: int) -> tuple[tuple[Tensor, ...], Any]:
+        """The inputs and the graph of a pass over so many entries."""
+        key = count, self._model.conventions
+        if key not in slot.graphs:
+            size, weight = self._decoder.hidden_size, self._model.embed_tokens.weight
+            states = torch.zeros(count, size, dtype=self._model.dtype, device=weight.device)
+            tokens = torch.zeros(count, dtype=torch.long, device=weight.device)
+            slot.graphs[key] = (states, tokens), self._record(self._decoder.entries(slot, states, tokens))
+        return slot.graphs[key]
+
+
+def _joined_input(joined: JoinedInput, embedded: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer's change is added to, and what the layer reads."""
+    state = normed(joined.state_norm, x)
+    read = torch.cat([normed(joined.token_norm, embedded), state], dim=-1)
+    return (state if joined.normed_residual else x), read
+
+
+def _with_weights(model: nn.Module, spec: DecoderSpec) -> DecoderSpec:
+    """The spec with the weights of the model's linear layers, which the spec names."""
+
+    def filled(layer: LayerSpec) -> LayerSpec:
+        names = ("query", "key", "value", "output", "gate", "up", "down")
+        linears: dict[str, Any] = {name: _weighted(model, getattr(layer, name)) for name in names}
+        return replace(layer, **linears)
+
+    return replace(spec, layers=tuple(map(filled, spec.layers)), head=_weighted(model, spec.head))
+
+
+def _weighted(model: nn.Module, linear: Linear) -> Linear:
+    module: Any = model.get_submodule(linear.name)
+    return Linear(linear.name, module.weight, module.bias)
