@@ -99,6 +99,37 @@ def steps(setup: Setup, gigabytes_per_second: float | None) -> Iterator[Row]:
                     row["of the limit"] = weight_bytes(model) / gigabytes_per_second / 1e6 / row["ms"]
                 row["peak MB"] = setup.peak_mb()
             yield row
+        for engine in ("plain", "cuda_graph"):
+            row = {"model": f"{name}, {dtype}", "by": f"a draft, {engine}"}
+            yield attempted(row, _draft_row, setup, model, engine)
+
+
+def _draft_row(setup: Setup, model: Any, engine: str) -> Row:
+    """One draft of a random drafter of the EAGLE-3 kind. own forward: whether it was recorded."""
+    from sampling.drafters.feature_sessions import HeadSession
+    from utils.decode.features import layer_count
+    from utils.drafter_formats.eagle3_file import new_eagle3
+    from utils.drafter_formats.target_parts import DraftHead, share_parts
+
+    layers = (1, layer_count(model) // 2, layer_count(model) - 1)
+    drafter, vocabulary = new_eagle3(model, layers), model.config.vocab_size
+    share_parts(
+        drafter, model.get_input_embeddings(), DraftHead(model.get_output_embeddings(), None, vocabulary), model
+    )
+    made = setup.installed(engine, model)
+    if made is not None:
+        made.add_helper(drafter)
+    try:
+        session, ids = HeadSession(drafter), _ids(model, CONTEXT + 2)
+        session.begin(ids[:1])
+        features = torch.randn(CONTEXT, drafter.fc.in_features, device=setup.device, dtype=model.dtype)
+        session.add_features(features, 0, CONTEXT)
+        session.feed(ids[: CONTEXT + 1], keep=1)
+        seconds = setup.seconds(partial(session.feed, ids, keep=1), after=partial(session.rewind, CONTEXT))
+        return {"ms": 1000 * seconds, "own forward": drafter.compiled is not None}
+    finally:
+        if made is not None:
+            made.remove()
 
 
 def _timed_row(setup: Setup, model: Any, timed: Callable[[Setup, Any], dict[int, float]]) -> Row:

@@ -50,6 +50,8 @@ def test_every_section_runs_on_the_cpu_with_tiny_models(
     assert tested["float32", "invariant"]["other bits at widths"] == "none"
     assert all(row["from plain"] < 1e-3 for (dtype, _), row in tested.items() if dtype == "float32")
     speeds = {row["by"]: row for row in sections["steps"]["rows"]}
+    drafts = {engine: speeds.pop(f"a draft, {engine}") for engine in ("plain", "cuda_graph")}
+    assert [(engine, row["own forward"]) for engine, row in drafts.items()] == [("plain", False), ("cuda_graph", True)]
     assert list(speeds) == ["transformers", "plain", "cuda_graph", "generate"]
     assert all(row["ms"] > 0 and row["of the limit"] > 0 for row in speeds.values())
     assert all(speeds[way]["v(9)"] > 0 for way in ("transformers", "plain", "cuda_graph"))
