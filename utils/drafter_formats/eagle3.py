@@ -83,6 +83,11 @@ class Eagle3(StepwiseDrafter):
         return super().new_cache() if own is None else own
 
     def fuse_features(self, features: Tensor) -> Tensor:
+        if self.compiled is not None and features.ndim == 2:
+            return self.compiled.fused(features, self._fused)
+        return self._fused(features)
+
+    def _fused(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
             features = self.input_norm(features)
         if len(self.fc_norm):

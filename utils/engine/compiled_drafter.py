@@ -4,6 +4,7 @@ positions, and one more each draft.
 The modules of such a drafter spend more time in Python than in their products.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -100,6 +101,10 @@ class CompiledDrafter:
 
     def new_cache(self) -> None:
         """The cache is that of the modules."""
+
+    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+        """fuse(features), by the modules."""
+        return fuse(features)
 
     def prepare(self, first: int, last: int) -> None:
         """Nothing: programs depend on no position, and take milliseconds to build."""

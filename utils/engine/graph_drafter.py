@@ -5,6 +5,7 @@ Its modules launch about 40 kernels for a draft from Python, which takes longer 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from utils.engine.decoder_spec import DecoderSpec, JoinedInput, LayerSpec, Linea
 from utils.engine.graph_cache import GraphCache, Slot, SlotPool
 from utils.engine.graph_decoder import BACKENDS, SlotDecoder, normed
 
+Inputs = tuple[Tensor, ...]
+Maker = Callable[..., Callable[[], Inputs]]  # makes a pass over its inputs
+Graphs = dict[Any, tuple[Inputs, Any]]
 MOST = 9  # new entries of a recorded pass: those after a round of 8 accepted drafts
 
 
@@ -67,6 +71,8 @@ class GraphDrafter:
         self._decoder = SlotDrafter(model)
         self._layers = len(model.draft_spec().decoder.layers)
         self._pool = SlotPool(model.device, self._decoder.prepare)
+        self._fusions: Graphs = {}
+        self._fused: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None  # one row, and how it was fused
 
     def new_cache(self) -> GraphCache:
         """Return an empty cache for one run."""
@@ -79,34 +85,56 @@ class GraphDrafter:
         slot = cache.reserve(len(tokens))
         slot.position.fill_(first)
         if len(tokens) <= MOST:
-            (own_states, own_tokens), graph = self._graph(slot, len(tokens))
-            own_states.copy_(states)
-            own_tokens.copy_(tokens)
-            graph.replay()
-            state, logits = (output.clone() for output in graph.outputs)  # the next replay overwrites them
+            state, logits = self._replayed(slot.graphs, *self._entries(slot, states, tokens))
         else:
             state, logits = self._decoder.entries(slot, states, tokens)()
         cache.advance(len(tokens))
         return state, logits
 
+    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+        """fuse(features) of features (T, F)."""
+        if len(features) > MOST:
+            return fuse(features)
+        if self._fused is None:
+            self._fused = features[:1].clone(), fuse
+        return self._replayed(self._fusions, *self._fusion(features, fuse))[0]
+
     def prepare(self, first: int, last: int) -> None:
         """Record what passes between these positions may replay."""
-        for slot in self._pool.between(first, last + MOST):
-            slot.position.zero_()
-            for count in range(1, MOST + 1):
-                self._graph(slot, count)
+        size, weight = self._decoder.hidden_size, self._model.embed_tokens.weight
+        for count in range(1, MOST + 1):
+            states = torch.zeros(count, size, dtype=self._model.dtype, device=weight.device)
+            tokens = torch.zeros(count, dtype=torch.long, device=weight.device)
+            for slot in self._pool.between(first, last + MOST):
+                slot.position.zero_()
+                self._graph(slot.graphs, *self._entries(slot, states, tokens))
+            if self._fused is not None:
+                row, fuse = self._fused
+                self._graph(self._fusions, *self._fusion(row.expand(count, -1), fuse))
+
+    def _entries(self, slot: Slot, states: Tensor, tokens: Tensor) -> tuple[Any, Inputs, Maker]:
+        """The key, the inputs and the pass of entries."""
+        return (len(tokens), self._model.conventions), (states, tokens), partial(self._decoder.entries, slot)
+
+    def _fusion(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> tuple[Any, Inputs, Maker]:
+        return len(features), (features,), lambda own: lambda: (fuse(own),)
+
+    def _replayed(self, graphs: Graphs, key: Any, inputs: Inputs, make: Maker) -> Inputs:
+        """The outputs of a graph for these inputs."""
+        own, graph = self._graph(graphs, key, inputs, make)
+        for each, new in zip(own, inputs, strict=True):
+            each.copy_(new)
+        graph.replay()
+        return tuple(output.clone() for output in graph.outputs)  # the next replay overwrites them
 
     @torch.inference_mode(False)  # passes in other modes write the inputs as well
     @torch.no_grad()
-    def _graph(self, slot: Slot, count: int) -> tuple[tuple[Tensor, ...], Any]:
-        """The inputs and the graph of a pass over so many entries."""
-        key = count, self._model.conventions
-        if key not in slot.graphs:
-            size, weight = self._decoder.hidden_size, self._model.embed_tokens.weight
-            states = torch.zeros(count, size, dtype=self._model.dtype, device=weight.device)
-            tokens = torch.zeros(count, dtype=torch.long, device=weight.device)
-            slot.graphs[key] = (states, tokens), self._record(self._decoder.entries(slot, states, tokens))
-        return slot.graphs[key]
+    def _graph(self, graphs: Graphs, key: Any, inputs: Inputs, make: Maker) -> tuple[Inputs, Any]:
+        """The graph of a key and its own inputs. It is recorded if there is none."""
+        if key not in graphs:
+            own = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in inputs)
+            graphs[key] = own, self._record(make(*own))
+        return graphs[key]
 
 
 def _joined_input(joined: JoinedInput, embedded: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

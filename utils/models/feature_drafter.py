@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +103,9 @@ class CompiledEntries(Protocol):
 
     def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
         """As StepwiseDrafter.add_entries for few entries, with logits (1, V') over the draft vocabulary."""
+
+    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+        """As StepwiseDrafter.fuse_features for features (T, F). `fuse` computes it by the modules."""
 
     def new_cache(self) -> Any:
         """Return an empty cache for one run, or None for that of the modules."""

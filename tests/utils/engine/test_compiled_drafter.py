@@ -176,6 +176,7 @@ def test_replays_need_nothing_new_in_a_prepared_run(tmp_path: Path, monkeypatch:
     engine = Engine([target], helpers=[drafter])
     engine.use("cuda_graph", 1)
     assert isinstance(drafter.compiled, GraphDrafter)
+    drafter.fuse_features(features[:1])  # as in a run that warms up
     prepare_run((target, drafter), 20, length)
     graphs = drafter.compiled._record.graphs
     count = len(graphs)
@@ -223,5 +224,10 @@ def test_states_and_logits_stay_as_they_are_when_a_graph_is_replayed(tmp_path: P
     found = [compiled(state, tokens, place, cache) for place in range(2)]
     copies = [[part.clone() for part in pair] for pair in found]
     compiled(2 * state, tokens + 1, 2, cache)
+    for count in (1, 3, MOST, MOST + 1):
+        features = torch.randn(count, 3 * target.config.hidden_size)
+        fused, expected = drafter.fuse_features(features), drafter._fused(features)
+        drafter.fuse_features(2 * features + 1)
+        torch.testing.assert_close(fused, expected)
     assert all(torch.equal(*parts) for pairs in zip(found, copies, strict=True) for parts in zip(*pairs, strict=True))
     assert not torch.equal(found[0][1], found[1][1])
