@@ -13,7 +13,7 @@ from typing import Any
 
 from utils.commands.experiments.reruns import DIFFERENT, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.records import (
     Countdown,
     Finding,
@@ -112,10 +112,9 @@ class _Comparison:
         row = match_figures(found)
         return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else Finding((), row)
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        groups = grouped(figures_of(findings), "strategy")
-        lines = [line for name, rows in groups.items() for line in _verdict(name, rows)]
-        if (hidden := len(findings) - MAX_ROWS) > 0:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
+        lines = [line for name, own in grouped(rows, "strategy").items() for line in _verdict(name, own)]
+        if (hidden := len(rows) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
         others = (f"{count_of(count, 'record')} of {name}." for name, count in self.others.items())
         if left := [*self.left_out, *others]:
@@ -125,7 +124,7 @@ class _Comparison:
             return lines
         if found := differences(self.matches):
             return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
-        changed = any(row["same_text"] is False for row in figures_of(findings))
+        changed = any(row["same_text"] is False for row in rows)
         return [*lines, AT_OTHER_TIMES, SAME, *[UNEXPLAINED] * changed]
 
 

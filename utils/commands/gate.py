@@ -17,11 +17,10 @@ from typing import Any
 from utils.bounds import GATE_REPEATS, MOST_REPEATS, TOLERANCE
 from utils.commands.experiments.reruns import DIFFERENT, KEPT_STORAGE, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.records import (
     TASK,
     Countdown,
-    Finding,
     RecordedRun,
     RecordsFile,
     ReportEvent,
@@ -238,10 +237,9 @@ class _Gate:
         while len(self.passes) < self.repeats and (not rows or self._may_decide(rows)):
             yield from self._pass(countdown, warm)
             rows = self.rows()
-        findings = [TABLE.finding(row) for row in rows]
-        yield from findings
+        yield from map(TABLE.finding, rows)
         if path := os.environ.get(SUMMARY):
-            _append(Path(path), self.markdown(findings))
+            _append(Path(path), self.markdown(rows))
 
     def _may_decide(self, rows: Sequence[Row]) -> bool:
         return any(row["verdict"] == UNDECIDED and row["interval"] for row in rows) and self.status(rows) != 1
@@ -293,11 +291,10 @@ class _Gate:
         kept = [problem_sentence("A", sorted({*self.kept}), f"{KEPT_STORAGE}.")] if self.kept else []
         return [*self.file.left_out, *sentences, *kept]
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         """What differs, what was not measured, and one line for CI."""
-        rows, problems = figures_of(findings), self._problems()
         lines = [f"{row['strategy']}: {row['more']}." for row in rows if row["more"]]
-        lines += [NOT_GATED, *problems] if problems else []
+        lines += [NOT_GATED, *problems] if (problems := self._problems()) else []
         lines += [DIFFERENT, *found] if (found := differences(self.matches)) else []
         refused = sum(map(len, self.refused.values()))
         parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
@@ -314,11 +311,11 @@ class _Gate:
             text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
         return text
 
-    def markdown(self, findings: Sequence[Finding]) -> str:
-        *lines, last = self.conclusion(findings)
-        table = [TABLE.headings, ("---",) * len(TABLE.headings), *(finding.cells for finding in findings)]
-        rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
-        return "\n".join([f"**{last}**", "", *rows, "", *(f"- {line}" for line in lines), ""])
+    def markdown(self, rows: Sequence[Row]) -> str:
+        *lines, last = self.conclusion(rows)
+        table = [TABLE.headings, ("---",) * len(TABLE.headings), *(TABLE.finding(row).cells for row in rows)]
+        shown = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
+        return "\n".join([f"**{last}**", "", *shown, "", *(f"- {line}" for line in lines), ""])
 
 
 def _append(path: Path, text: str) -> None:
@@ -345,7 +342,7 @@ def _gate(argument: str, context: CommandContext) -> Outcome:
             *("gate", str(file.path), context.settings, gate.events()),
             conclude=gate.conclusion,
             title=f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}",
-            status=lambda findings: gate.status(figures_of(findings)),
+            status=gate.status,
         )
     ]
 

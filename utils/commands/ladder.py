@@ -25,7 +25,7 @@ from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race
 from utils.commands.experiments.races import with_bounds as bounds
 from utils.commands.experiments.speed_model import BY_POSITION, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.arms import Arm, complete, request_maker
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
@@ -111,7 +111,7 @@ class _Ladder:
         return table.report(
             *("server_ladder" if self._server else "ladder", title, self._settings),
             then_findings(self._events(text, lengths), lambda: map(_finding_of(table), self._rows())),
-            conclude=lambda findings: conclusion(figures_of(findings)),
+            conclude=conclusion,
             title=title + ", on servers" * bool(self._server),
         )
 

@@ -184,7 +184,7 @@ class _Race:
         return table.report(
             *("learn", KEPT_APART, self.settings),
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            conclude=lambda findings: [self._conclusion()],
+            conclude=lambda rows: [self._conclusion()],
             title=f"/learn: {count_of(len(prompts), 'prompt')} kept apart",
         )
 

@@ -12,7 +12,7 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome, Rep
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Note, Progress, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.model_info import context_length
 from utils.errors import UserError, check_choice
@@ -88,7 +88,7 @@ def _doctor(context: CommandContext) -> Outcome:
         return [last]
     done: list[Examination] = []
 
-    def conclusion(_: Sequence[Finding]) -> list[str]:
+    def conclusion(_: Sequence[Row]) -> list[str]:
         # Empty if it was interrupted.
         return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
 
@@ -150,7 +150,7 @@ class LocalCauses:
             rates.insert(0, 2 * LITTLE)
         return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         if not self.found:
             return [] if not self.probes else [NO_DRAFTS]
         cause, shown = diagnose(self.probes, self.found)

@@ -29,7 +29,7 @@ from utils.commands.experiments.races import (
     then_findings,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.speed_claims import (
@@ -119,7 +119,7 @@ def _report(
     return table.report(
         *(record, subject, context.settings),
         then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown))),
-        conclude=lambda findings: race_conclusion(figures_of(findings), len(items) if title else None),
+        conclude=lambda rows: race_conclusion(rows, len(items) if title else None),
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
 
@@ -200,7 +200,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
         table.report(
             *("sweep", last.text, context.settings),
             then_findings(_swept_events(race), lambda: map(table.finding, _swept_rows(race))),
-            conclude=lambda findings: conclusion(figures_of(findings)),
+            conclude=conclusion,
             title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
         )
     ]

@@ -68,8 +68,8 @@ class _VerdictRun:
         return table.report(
             *("server_verdict" if servers else "verdict", self.plan.source, self.settings),
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            conclude=lambda findings: sentences(findings[-1].figures),
-            attachment=lambda findings: "\n".join(findings[-1].figures.get("elsewhere", ())),
+            conclude=lambda rows: sentences(rows[-1]),
+            attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
             transposed=True,
             title=f"/verdict on {what}" + ", on servers" * servers,
         )

@@ -34,6 +34,7 @@ from utils.servers.kinds.completion import IDS, Chat
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
 INTERVAL = 1.0  # seconds between two sentences on progress
+Row = Mapping[str, Any]  # the figures of a finding, or a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Finding:
     """One row of a report: its cells, if it is shown on the screen, and its figures for the JSON record."""
 
     cells: tuple[str, ...]
-    figures: dict[str, Any]
+    figures: Row
 
 
 ReportEvent = Progress | Note | Finding
@@ -94,8 +95,9 @@ class Report:
     """A report that is computed while its `events` are consumed.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
-    `attachment` is data to copy, or empty. `transposed` makes each finding a column. Columns in `optional` are dropped
-    on a narrow screen, the first one first. `details` are further records for scripts. `status` is the exit status.
+    From the figures of the findings, `conclude` makes sentences, `attachment` data to copy, or nothing, and `status`
+    the exit status. `transposed` makes each finding a column. Columns in `optional` are dropped on a narrow screen, the
+    first one first. `details` are further records for scripts.
     """
 
     name: str
@@ -103,13 +105,13 @@ class Report:
     settings: Settings
     headings: tuple[str, ...]
     events: Iterator[ReportEvent]
-    conclude: Callable[[Sequence[Finding]], list[str]]
-    attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
+    conclude: Callable[[Sequence[Row]], list[str]]
+    attachment: Callable[[Sequence[Row]], str] = lambda rows: ""
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
     details: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
-    status: Callable[[Sequence[Finding]], int] = lambda findings: 0
+    status: Callable[[Sequence[Row]], int] = lambda rows: 0
 
     @property
     def headline(self) -> str:
@@ -200,14 +202,14 @@ def _finite(value: Any) -> Any:
 
 
 def report_record(
-    report: Report, findings: Sequence[Finding], conclusion: Sequence[str], pair: Any, *, finished: bool
+    report: Report, rows: Sequence[Row], conclusion: Sequence[str], pair: Any, *, finished: bool
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "record": report.name,
         "prompt": report.prompt,
         "finished": finished,
-        "findings": [finding.figures for finding in findings],
+        "findings": rows,
         "conclusion": list(conclusion),
         **circumstances(pair, report.settings),
     }
@@ -299,7 +301,6 @@ DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "
 SHOWN_LINES = 8  # line numbers shown in a sentence
 NO_COUNTERPART = "the other file has no run of this prompt by this strategy with the same length, processor and seed."
 
-Record = Mapping[str, Any]
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -308,7 +309,7 @@ class RecordedRun(NamedTuple):
     """The record of a run, whose fields are valid, and its line in the file."""
 
     line: int
-    row: Record
+    row: Row
 
     @property
     def request(self) -> tuple[str, ...]:
@@ -316,7 +317,7 @@ class RecordedRun(NamedTuple):
         return self.row["prompt"], repr(self.row.get("history") or []), fields
 
     @property
-    def circumstances(self) -> Record:
+    def circumstances(self) -> Row:
         """The local models and the engine do not matter for an answer of a server."""
         server = self.row.get(SERVER)
         return {**self.row, "models": {}, "engine": {}} if server else self.row
@@ -402,7 +403,7 @@ def _has_form(value: Any, form: Any) -> bool:
     return isinstance(value, str)
 
 
-def _checked(record: Record) -> Record:
+def _checked(record: Row) -> Row:
     """The record of a run. Raises UserError if a field is not valid, or if the run cannot be compared."""
     for name, form in (NEEDED | OPTIONAL).items():
         if not _has_form(record.get(name), form) and (name in NEEDED or record.get(name) is not None):
@@ -499,7 +500,7 @@ def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     yield from _changed("setting ", ours, theirs, [name for name in ours if name not in ignored])
 
 
-def _changed(what: str, ours: Record, theirs: Record, names: Iterable[str]) -> Iterator[str]:
+def _changed(what: str, ours: Row, theirs: Row, names: Iterable[str]) -> Iterator[str]:
     """The values with these names that both have and that differ."""
     for name in names:
         if name in ours and name in theirs:

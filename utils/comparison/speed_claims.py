@@ -4,13 +4,14 @@ A strategy is called faster or slower only if the 95 % interval of its speed-ups
 Without accepted drafts it cannot be faster, whatever the clock shows.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, inf
 from typing import Any
 
 from utils.comparison.arms import PREFIX, ComparedRun, Run
 from utils.comparison.harness import LastPrompt
+from utils.comparison.records import Row
 from utils.decode.steps import FinishReason
 from utils.metrics.intervals import FASTER as FASTER
 from utils.metrics.intervals import SLOWER as SLOWER
@@ -31,7 +32,6 @@ OTHER_REQUESTS = (
 )
 UNKNOWN_ACCEPTANCE = "{}: its acceptance is not known, because {}."
 NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing"
-Row = Mapping[str, Any]  # the figures of a finding
 
 
 def speed_claim(

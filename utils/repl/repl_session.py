@@ -218,16 +218,15 @@ class Runner:
             self.renderer.end_progress()
             if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
-        return STATUSES[report.status(findings)] if finished else Verdict.INTERRUPTED
+        return STATUSES[report.status([one.figures for one in findings])] if finished else Verdict.INTERRUPTED
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        pair = self.harness.loaded
+        pair, rows = self.harness.loaded, [one.figures for one in findings]
         other = None if pair is None else pair.engine.faster_baseline()
         # Servers have their own baselines.
-        own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
-        lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
-        record = report_record(report, findings, lines, pair, finished=finished)
-        records = [record, *detail_records(report)]
+        own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
+        lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
+        records = [report_record(report, rows, lines, pair, finished=finished), *detail_records(report)]
         self._add(lambda: records)
         show_report(self.renderer, report, findings, lines)
 

@@ -337,7 +337,7 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.table(report.headings, cells, report.optional)
     for line in conclusion:
         renderer.result(line)
-    if attachment := report.attachment(findings):
+    if attachment := report.attachment([finding.figures for finding in findings]):
         renderer.data(attachment)
 
 

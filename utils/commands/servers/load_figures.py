@@ -16,11 +16,9 @@ from utils.commands.shared.result_tables import (
     ResultTable,
     Row,
     figure,
-    figures_of,
     marked,
     rate_of,
 )
-from utils.comparison.records import Finding
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
@@ -299,11 +297,8 @@ def load_table(limits: LatencyLimits) -> ResultTable:
     )
 
 
-def conclusion(findings: Sequence[Finding]) -> list[str]:
+def conclusion(rows: Sequence[Row]) -> list[str]:
     """The loads at which the server is faster than its baseline, and those at which it is not."""
-    rows = figures_of(findings)
-    if not rows:
-        return []
     lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
     compared = [row for row in rows if row["speedups"]]
     if rows[0].get("draft") is not None:
@@ -349,10 +344,9 @@ def _best_lengths(rows: Sequence[Row]) -> Iterator[str]:
     yield from dict.fromkeys(OTHER_REASON.format(_label(row)) for row in unknown)
 
 
-def load_settings(findings: Sequence[Finding], started: Speculation | None) -> list[str]:
+def load_settings(rows: Sequence[Row], started: Speculation | None) -> list[str]:
     """The settings of other programs for what was found, if drafts pay. `started` is how the server drafts."""
-    rows = figures_of(findings)
-    if started is None or not rows:
+    if started is None:
         return []
     if rows[0].get("draft") is None:
         gains = any(row["verdict"] == FASTER and row["drafted"] for row in rows)

@@ -21,7 +21,7 @@ from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, RecordedRun, ReportEvent, read_records
+from utils.comparison.records import Countdown, Note, Progress, RecordedRun, ReportEvent, read_records
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason
@@ -432,12 +432,10 @@ class ServerExamination:
         if others and not matches:
             self.reading = NOT_A_READING.format(len(others))
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         if self.off_on:
             missing = NO_DRAFTS if self.cause is DraftCause.OFF else NONE_ON
             return [missing.format(self.name, self.off_on), *self._flags()]
-        if not findings:
-            return []  # interrupted
         prompts, tested = len(self.probes[0].measured), [checked(self.found)]
         if self.cause is DraftCause.UNCLEAR or self.shown is None:
             lines = [unclear(self.shown, prompts)]

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from sampling.drafters.masked import is_pard
 from utils.commands.shared.registry import CommandContext, Outcome
-from utils.commands.shared.result_tables import ResultTable, figure, figures_of
-from utils.comparison.records import Finding, Progress, ReportEvent
+from utils.commands.shared.result_tables import ResultTable, Row, figure
+from utils.comparison.records import Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
@@ -78,8 +78,8 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> It
     yield TABLE.finding(figures | shown | asdict(launch))
 
 
-def _conclusion(findings: Sequence[Finding]) -> list[str]:
-    return [RUNS.format(row["server"]) for row in figures_of(findings)]
+def _conclusion(rows: Sequence[Row]) -> list[str]:
+    return [RUNS.format(row["server"]) for row in rows]
 
 
 def _target(kind: str, context: CommandContext) -> str:

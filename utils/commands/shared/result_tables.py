@@ -1,14 +1,14 @@
 """The table of a report: its columns make the cells of a finding from its figures."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from utils.comparison.records import Finding, Report, ReportEvent
+from utils.comparison.records import Row as Row
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
 
-Row = Mapping[str, Any]  # the figures of a finding
 NOTHING = "-"  # a cell without a value
 
 
@@ -52,7 +52,7 @@ class ResultTable:
         dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
         self.optional = tuple(column.heading for column in dropped)
 
-    def finding(self, figures: dict[str, Any]) -> Finding:
+    def finding(self, figures: Row) -> Finding:
         return Finding(tuple(column.shown(figures) for column in self._columns), figures)
 
     def report(
@@ -62,15 +62,11 @@ class ResultTable:
         settings: Settings,
         events: Iterator[ReportEvent],
         *,
-        conclude: Callable[[Sequence[Finding]], list[str]],
+        conclude: Callable[[Sequence[Row]], list[str]],
         **options: Any,
     ) -> Report:
         """The report with this table of findings. The `options` are further fields of Report."""
         return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
-
-
-def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [finding.figures for finding in findings]
 
 
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
