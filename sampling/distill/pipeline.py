@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sampling.distill.chat_script import Script
-from sampling.distill.loss import measure_acceptance, rates_of
-from sampling.distill.options import Options, public_settings, save_plan
-from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator
-from sampling.distill.progress import ProgressReporter, Report, TrainingProgress, advice, rate_text, rates_text
+from sampling.distill.options import Options, public_settings, save_plan, write_json
+from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
 from sampling.distill.students import (
     create_student,
     load_student,
@@ -34,11 +32,12 @@ from sampling.distill.students import (
     save_student,
     token_counts,
 )
-from sampling.distill.trainer import Trainer
+from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.drafter_formats.eagle3_file import new_eagle3, usual_layers
 from utils.errors import UserError
+from utils.models import Reporter
 from utils.models.memory import free_bytes
 from utils.prompts.conversation import end_ids
 from utils.prompts.prompt_files import read_prompts
@@ -55,12 +54,81 @@ SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
 # Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
 # drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
 OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
+REPORT_SECONDS = 15.0
+LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
+PROGRESS_FILE = "progress.json"
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    """Seconds of generation (`writing`) and training so far."""
+
+    writing: float = 0.0
+    training: float = 0.0
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / PROGRESS_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainingProgress:
+        """The stored progress, or an empty one."""
+        file = folder / PROGRESS_FILE
+        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()
+
+
+class ProgressReporter:
+    """Reports the progress of one task from time to time. done, total: tokens finished at the start and at the end."""
+
+    def __init__(self, report: Reporter, task: str, done: int, total: int) -> None:
+        self._report, self._task, self._done, self.total = report, task, done, total
+        # After a resume the speed counts only what this process has done.
+        self._initial, self._started = done, time.monotonic()
+        self._last_report = self._started
+
+    def advance(self, tokens: int, remark: str = "") -> None:
+        """Count `tokens` more, and report if the last report is long enough ago."""
+        self._done += tokens
+        now = time.monotonic()
+        if now - self._last_report > REPORT_SECONDS:
+            self._last_report, speed = now, (self._done - self._initial) / (now - self._started)
+            left = duration_text((self.total - self._done) / speed)
+            self._report(
+                f"{self._task}: {self._done:,} of {self.total:,} tokens, {speed:,.0f} tokens/s{remark}, {left} left"
+            )
+
+
+def duration_text(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def rate_text(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def rates_text(rates: Rates) -> str:
+    """Acceptance rates by position, in one line."""
+    greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
+    return f"greedy acceptance {greedy}, at T = 1 {sampled}"
+
+
+def advice(rates: Rates, out: Path, target: str) -> list[str]:
+    """What to do with a finished drafter: how to load it, and whether it is worth that."""
+    lines = [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
+    first = [values[0] for values in rates.values() if values[0] is not None]
+    if first and max(first) < LOW_ACCEPTANCE:
+        lines.append(
+            f"fewer than {LOW_ACCEPTANCE:.0%} of first drafts are accepted, so this drafter is unlikely to save time: "
+            f"generate more text (--tokens), train longer (--passes), or go on with --start {shlex.quote(str(out))}"
+        )
+    return lines
 
 
 class Distillation:
     """A loaded target and what to do with it."""
 
-    def __init__(self, options: Options, report: Report) -> None:
+    def __init__(self, options: Options, report: Reporter) -> None:
         plan = options.plan
         questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
         self._target = load_target(plan.target, plan.device, report)

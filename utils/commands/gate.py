@@ -188,11 +188,6 @@ def _is_same(one: RecordedRun, other: RecordedRun) -> bool:
     return ours == theirs if ours and theirs else bool(one.row.get("text") == other.row.get("text"))
 
 
-def _is_repeatable(found: RunMatch) -> bool:
-    """Whether the text must be the record's: the engine is verified, and nothing is different."""
-    return bool(found.second[0].row["engine"].get("verified")) and not differences([found])
-
-
 def references(runs: Sequence[RecordedRun]) -> dict[int, int]:
     """The line of the nearest run of the target with the same request for the lines of the other strategies. Those of
     a strategy are left out if one of its runs has none.
@@ -269,7 +264,9 @@ class _Gate:
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each strategy."""
         recorded, known = {run.line: run for run in self.file.runs}, references(self.file.runs)
-        repeatable = frozenset(found.first[0].line for found in self.matches if _is_repeatable(found))
+        # The text must be the record's if the engine is verified, and nothing is different.
+        verified = [found for found in self.matches if found.second[0].row["engine"].get("verified")]
+        repeatable = frozenset(found.first[0].line for found in verified if not differences([found]))
         rows = []
         for name in dict.fromkeys(run.row["strategy"] for run in self.file.runs):
             own = [run for run in self.file.runs if run.row["strategy"] == name]

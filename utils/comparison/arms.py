@@ -41,7 +41,7 @@ from utils.servers.kinds.completion import Chat, Piece, ServerAcceptance, Server
 from utils.servers.kinds.server_kind import ServerKind
 from utils.text import decode, token_piece, visible
 
-PREFIX = "server "
+PREFIX = "server "  # of the name of a server in tables of strategies
 CONTEXT = 32  # characters before a difference that are shown with it
 REASONS = {
     Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
@@ -50,11 +50,6 @@ REASONS = {
     Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
     Cause.UNEXPLAINED: "the reason is unknown, please report it with the records of /export bug.json",
 }
-
-
-def row_name(name: str) -> str:
-    """The name of a server in tables of strategies."""
-    return PREFIX + name
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +111,8 @@ class Run:
             drafts = {name: getattr(found, name) for name in ("drafted", "accepted", "rounds")}
             drafts |= {"target_forwards": found.forwards, "accepted_by_position": found.by_position}
         return cls(
-            row_name(address.name),
-            baseline if baseline in (None, TARGET) else row_name(baseline),
+            PREFIX + address.name,
+            baseline if baseline in (None, TARGET) else PREFIX + baseline,
             answer.text,
             answer.token_ids,
             answer.finish,
@@ -372,11 +367,11 @@ class ServerArm:
 
     @property
     def name(self) -> str:
-        return row_name(self.connection.address.name)
+        return PREFIX + self.connection.address.name
 
     @property
     def title(self) -> str:
-        return f"Server {self.name.removeprefix(PREFIX)}"
+        return f"Server {self.connection.address.name}"
 
     @property
     def colour(self) -> str:

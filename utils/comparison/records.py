@@ -201,10 +201,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def report_record(
+def report_records(
     report: Report, rows: Sequence[Row], conclusion: Sequence[str], pair: Any, *, finished: bool
-) -> dict[str, Any]:
-    return {
+) -> list[dict[str, Any]]:
+    """The record of a report, and its further ones, such as one for each request of a load."""
+    record = {
         "schema": SCHEMA,
         "record": report.name,
         "prompt": report.prompt,
@@ -213,11 +214,7 @@ def report_record(
         "conclusion": list(conclusion),
         **circumstances(pair, report.settings),
     }
-
-
-def detail_records(report: Report) -> list[dict[str, Any]]:
-    """The further records of a report, such as one for each request of a load."""
-    return [{"schema": SCHEMA, "record": f"{report.name} request"} | details for details in report.details()]
+    return [record, *({"schema": SCHEMA, "record": f"{report.name} request"} | one for one in report.details())]
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:

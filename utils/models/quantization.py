@@ -22,6 +22,8 @@ from utils.models.sources import Source
 BITSANDBYTES = ("bnb-int8", "nf4")
 OUTLIER_THRESHOLD = 6.0  # of LLM.int8 (Dettmers et al. 2022, arXiv 2208.07339), and transformers' default
 GROUP_SIZE = 32  # smallest group of weights that share a scale in int4
+# It would log a cast at every product of a float32 model.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def check_quantization(kind: str, device: str) -> None:
@@ -46,8 +48,6 @@ def stored_quantization(config: PreTrainedConfig) -> str | None:
 def check_not_quantized(config: PreTrainedConfig, kind: str, source: Source) -> None:
     """Raise UserError if a quantized checkpoint is to be quantized again, or a GGUF file by bitsandbytes."""
     stored = stored_quantization(config)
-    if stored in BITSANDBYTES:
-        _silence_cast_warnings()
     if stored is not None and kind != "none":
         raise UserError(f"'{source.name}' is already quantized ({stored}): omit {kind}.")
     if source.gguf and kind in BITSANDBYTES:
@@ -75,10 +75,11 @@ def quantize_loaded(model: PreTrainedModel, kind: str, name: str) -> None:
     """
     if kind == "none":
         return
-    if kind in BITSANDBYTES:
-        _silence_cast_warnings()
-    else:
-        if not (layers := _linear_layers(model)):
+    if kind not in BITSANDBYTES:
+        # The inputs of some T5 layers take the dtype of the layer's weight, so these layers must not be quantized.
+        excluded = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        layers = [name for name in layer_linears(model) if not excluded & set(name.split("."))]
+        if not layers:
             raise UserError(f"'{name}' has no linear layers to quantize: omit {kind}.")
         _quantize_with_quanto(model, kind, layers, name)
         # The flag that transformers sets when it quantizes; the engine and the messages read it.
@@ -104,18 +105,6 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Split bytes into values of 2 or 4 bits, in quanto's order."""
     # The lowest bits of all bytes come first, along dimension 0.
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
-
-
-def _silence_cast_warnings() -> None:
-    """bitsandbytes would log a cast at every product of a float32 model."""
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-
-
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers to quantize."""
-    # The inputs of some T5 layers take the dtype of the layer's weight, so these layers must not be quantized.
-    excluded = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return [name for name in layer_linears(model) if not excluded & set(name.split("."))]
 
 
 def _quantize_with_quanto(model: PreTrainedModel, kind: str, layers: list[str], name: str) -> None:

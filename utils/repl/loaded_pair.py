@@ -338,9 +338,6 @@ class LoadedPair:
         for line in (f"engine: {pair.engine.state.sentence()}", *pair.notes):
             note(line)
 
-    def warm_up(self) -> None:
-        warm_up(self.harness, self.settings.current)
-
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
     """Load other models, prepare them and warm them up. If anything fails, the current pair stays unchanged.
@@ -362,7 +359,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
         loaded.introduce(note)
         renderer.progress(WARMING_UP)
-        loaded.warm_up()
+        warm_up(loaded.harness, loaded.settings.current)
     except BaseException:
         torch.set_num_threads(threads)  # the current engine was tested with this number of threads
         note(f"Still loaded: {pair_names(current.harness.loaded)}.")

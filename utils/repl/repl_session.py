@@ -40,8 +40,7 @@ from utils.comparison.records import (
     RecordFile,
     Report,
     ReportEvent,
-    detail_records,
-    report_record,
+    report_records,
     run_records,
 )
 from utils.comparison.training import Training
@@ -226,7 +225,7 @@ class Runner:
         # Servers have their own baselines.
         own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
         lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
-        records = [report_record(report, rows, lines, pair, finished=finished), *detail_records(report)]
+        records = report_records(report, rows, lines, pair, finished=finished)
         self._add(lambda: records)
         show_report(self.renderer, report, findings, lines)
 

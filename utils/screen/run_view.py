@@ -18,7 +18,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import DraftTrace, RoundTiming, first_difference
-from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
+from utils.screen.renderer import NOISE, ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
 from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 
@@ -74,7 +74,6 @@ COLUMNS = (
 )
 # Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/round", "tokens", "first token, s", "acceptance", "decode tokens/s")
-NOISE = "noise"  # the cell of a speed-up that drafts cannot have caused
 
 
 @dataclass(slots=True)

@@ -186,7 +186,7 @@ class ArmRace:
     """The items and the results so far.
 
     `failures` counts, by server, the prompts in a row without an answer. `places` are those of prompts that could be
-    run, in their order. `weight` is how long an item takes relative to others.
+    run, in their order.
     """
 
     harness: Harness
@@ -196,7 +196,6 @@ class ArmRace:
     failures: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
-    weight: Callable[[RaceItem], float] = lambda item: 1.0
 
     def events(self) -> Iterator[ReportEvent]:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
@@ -204,8 +203,9 @@ class ArmRace:
             yield Note(ONLY_FIRST_TURNS)
         yield Progress("warming up ...")
         self._warm_up()
-        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0.0
-        whole = self.repeats * sum(map(self.weight, self.items))
+        # A long prompt takes longer than a short one.
+        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0
+        whole = self.repeats * sum(len(item.prompt.text) for item in self.items)
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
             # The prompts of a file keep their order; the values of a sweep take turns.
@@ -215,7 +215,7 @@ class ArmRace:
                 where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
                 yield countdown.progress(spent / whole, where)
                 yield from self.run(item, repeat)
-                spent += self.weight(item)
+                spent += len(item.prompt.text)
         if not self.results:
             raise UserError("none of the prompts could be run.")
 
