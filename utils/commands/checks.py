@@ -24,7 +24,6 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Note, Progress, ReportEvent
 from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy
-from utils.config.settings import setting_fields
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
@@ -109,9 +108,6 @@ class _Audit:
 
     def events(self) -> Iterator[ReportEvent]:
         settings, enabled = self.job.settings, self.harness.enabled(self.job.settings)
-        size = count_of(len(self.job.prompt), "token")
-        prompt = f"the last prompt ({size})" if self.harness.last_local else f'"{OWN_PROMPT}"'
-        yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
         names = ", ".join(strategy.name for strategy in enabled)
         yield Progress(f"texts: {self.trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
         yield from self._text_events(enabled)

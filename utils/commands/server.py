@@ -4,7 +4,7 @@ A new subcommand is one row of the table.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 
 from sampling.drafters.masked import is_pard
@@ -12,7 +12,7 @@ from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_text import text
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
-from utils.commands.shared.result_tables import ResultTable, Row, figure
+from utils.commands.shared.result_tables import ResultTable, figure
 from utils.comparison.records import Progress, ReportEvent
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
@@ -81,7 +81,8 @@ def start(argument: str, context: CommandContext) -> Outcome:
     checked([*servers.addresses, placeholder])
     events = _starting(servers, placeholder, launch)
     title = f"/server start {kind}"
-    return [TABLE.report("server start", "", context.settings, events, conclude=_conclusion, title=title)]
+    subject = "server start", "", context.settings
+    return [TABLE.report(*subject, events, conclude=lambda rows: [RUNS.format(rows[0]["server"])], title=title)]
 
 
 def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> Iterator[ReportEvent]:
@@ -93,10 +94,6 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> It
     figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
     shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
     yield TABLE.finding(figures | shown | asdict(launch))
-
-
-def _conclusion(rows: Sequence[Row]) -> list[str]:
-    return [RUNS.format(row["server"]) for row in rows]
 
 
 def _target(kind: str, context: CommandContext) -> str:

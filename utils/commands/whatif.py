@@ -83,8 +83,6 @@ def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastProm
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
-    what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
-    yield Progress(f"replaying the target's {what} ...")
     above: Row = {}
     for event in predictions(job, drafting, run, "replaying"):
         if isinstance(event, Progress):
