@@ -17,19 +17,10 @@ from utils.commands.experiments.races import with_bounds as bounds
 from utils.commands.experiments.speed_model import BY_POSITION, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, Run, complete, request_maker
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.speed_claims import (
-    BASELINE,
-    FASTER,
-    MIN_VALUES,
-    NOTICEABLE,
-    TOO_FEW,
-    interval_text,
-    server_notes,
-    speedup_text,
-)
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, context_length
@@ -157,7 +148,9 @@ def cause_effects(short: Sequence[RaceResult], long: Sequence[RaceResult]) -> di
 
 def lowers(effect: Row | None) -> bool:
     """Whether a cause lowers the speed-up: noticeably, and with the whole interval below 1."""
-    return bool(effect and effect["interval"] and effect["interval"][1] < 1 and effect["factor"] <= 1 - NOTICEABLE)
+    return bool(
+        effect and effect["interval"] and effect["interval"][1] < 1 and effect["factor"] <= 1 - claims.NOTICEABLE
+    )
 
 
 def main_cause(rows: Sequence[Row]) -> tuple[str, Row] | None:
@@ -175,7 +168,7 @@ def main_cause(rows: Sequence[Row]) -> tuple[str, Row] | None:
 
 DEFAULT = (512, 2048, 8192)
 K = 1024
-TEXTS = MIN_VALUES  # parts of the text; fewer are repeated
+TEXTS = claims.MIN_VALUES  # parts of the text; fewer are repeated
 QUESTION = "\n\nSummarize the text above in five sentences."
 CHARACTERS = 4  # per token, roughly
 AIM, LEAST, TRIES = 0.985, 0.95, 12  # a prompt is cut to this share of its tokens, and has at least that share
@@ -379,13 +372,13 @@ def ladder_table(*, servers: bool) -> ResultTable:
         replace(BY_POSITION, drop=1),
         *([] if servers else [figure("draft cost", "draft_cost", "{:.3f}")]),
         figure("round cost" if servers else "verify cost", "verify_cost", "{:.2f}"),
-        ResultColumn("speed-up", speedup_text),
-        ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
+        ResultColumn("speed-up", claims.speedup_text),
+        ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"])),
     )
 
 
 def _is_baseline(row: Row) -> bool:
-    return row["verdict"] == BASELINE or row.get("baseline", "") is None
+    return row["verdict"] == claims.BASELINE or row.get("baseline", "") is None
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
@@ -396,7 +389,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
         lines.append(PREFILL.format(" and ".join(_at(row, f"{row['prefill_share']:.0%}") for row in _ends(arms[0]))))
     lines += [_at(row, f"{row['strategy']}: {texts(row)}") + "." for row in rows if row["other_texts_at_prompts"]]
     servers = (row for row in rows if "baseline" in row)
-    return [*lines, *dict.fromkeys(note for row in servers for note in server_notes(row["strategy"], row))]
+    return [*lines, *dict.fromkeys(note for row in servers for note in claims.server_notes(row["strategy"], row))]
 
 
 def _at(row: Row, what: str) -> str:
@@ -410,7 +403,7 @@ def _ends(arm: Sequence[Row]) -> Sequence[Row]:
 
 def _pays(arm: Sequence[Row]) -> str:
     """The contexts in which an arm is faster, and the speed-up at the last of them and at the next one."""
-    faster, shown = [row for row in arm if row["verdict"] == FASTER], arm
+    faster, shown = [row for row in arm if row["verdict"] == claims.FASTER], arm
     names = ", ".join(_name(row["context"]) for row in faster)
     if not faster:
         head, shown = "is not measurably faster in any context", _ends(arm)
@@ -418,7 +411,7 @@ def _pays(arm: Sequence[Row]) -> str:
         head, shown = f"pays up to {_name(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
     else:
         head = f"is faster only at {names} tokens"
-    few = {TOO_FEW: "too few runs to tell"}
+    few = {claims.TOO_FEW: "too few runs to tell"}
     speeds = (
         f"{_at(row, bounds(row) if row['speedup'] else NOTHING)}, {few.get(row['verdict'], row['verdict'])}"
         for row in shown

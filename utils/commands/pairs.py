@@ -30,18 +30,7 @@ from utils.metrics.draft_causes import (
     rate,
 )
 from utils.models.feature_drafter import FeatureDrafter
-from utils.pairs.doctor import (
-    DEPTH,
-    LITTLE,
-    OWN_PROMPT,
-    TEXT_TOKENS,
-    Examination,
-    Reading,
-    examine,
-    other_readings,
-    own_text,
-    use,
-)
+from utils.pairs import doctor
 from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, parse_request
 
 LIST, DOCTOR = "list", "doctor"
@@ -82,11 +71,11 @@ def _doctor(context: CommandContext) -> Outcome:
     if drafter is None or harness.pair.drafter_tokenizer is not None:
         raise UserError("/pair doctor examines a drafter with the target's tokenizer, and none is loaded.")
     causes = LocalCauses(harness, settings)
-    subject, title = (OWN_PROMPT, settings), f"/pair doctor: {name}"
+    subject, title = (doctor.OWN_PROMPT, settings), f"/pair doctor: {name}"
     last = CAUSES.report("drafter doctor", *subject, causes.events(), conclude=causes.conclusion, title=title)
     if not isinstance(drafter, FeatureDrafter):
         return [last]
-    done: list[Examination] = []
+    done: list[doctor.Examination] = []
 
     def conclusion(_: Sequence[Row]) -> list[str]:
         # Empty if it was interrupted.
@@ -135,7 +124,7 @@ class LocalCauses:
         """The drafts along the target's own answer."""
         pair, prompt = self.harness.pair, self.harness.prompt_ids(text, settings)
         temperature = (settings.processor.effective_temperature or 1.0) if kind == SAMPLED else 0.0
-        answer = own_text(pair.target, prompt, CAUSE_TOKENS, lambda line: None, temperature=temperature)
+        answer = doctor.own_text(pair.target, prompt, CAUSE_TOKENS, lambda line: None, temperature=temperature)
         job = self.harness.job(prompt, settings)
         read = read_text(job, answer[len(prompt) :], pair.feature_layers)
         return expected_drafts(job, read, temperature, settings.max_drafts)[0]
@@ -147,7 +136,7 @@ class LocalCauses:
         simple = measured if kind == GREEDY else self.probes[0].measured
         rates = [rate(simple, place) or 0.0 for place in range(self.settings.max_drafts)]
         if kind == GREEDY:
-            rates.insert(0, 2 * LITTLE)
+            rates.insert(0, 2 * doctor.LITTLE)
         return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
@@ -160,18 +149,18 @@ class LocalCauses:
 
 
 def _examined(
-    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[Examination]
+    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[doctor.Examination]
 ) -> Iterator[ReportEvent]:
     """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
-    pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
-    yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
-    text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
-    found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
-    if not other_readings(drafter):
+    pair, prompt = harness.pair, harness.prompt_ids(doctor.OWN_PROMPT, settings)
+    yield Progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
+    text = doctor.own_text(pair.target, prompt, doctor.TEXT_TOKENS, pair.engine.report)
+    found = doctor.examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
+    if not doctor.other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
     if found.better is not None:
-        use(pair, found.used.conventions)
+        doctor.use(pair, found.used.conventions)
     done.append(found)
     for reading in found.readings:
         yield TABLE.finding(_figures(reading, found))
@@ -184,11 +173,11 @@ def _agreement(row: Row, place: int) -> str:
 
 TABLE = ResultTable(
     ResultColumn("reading", lambda row: row["reading"] or "as it is read now"),
-    *(ResultColumn(f"draft {place + 1}", partial(_agreement, place=place)) for place in range(DEPTH)),
+    *(ResultColumn(f"draft {place + 1}", partial(_agreement, place=place)) for place in range(doctor.DEPTH)),
 )
 
 
-def _figures(reading: Reading, found: Examination) -> dict[str, object]:
+def _figures(reading: doctor.Reading, found: doctor.Examination) -> dict[str, object]:
     return {
         "reading": reading.name,
         **asdict(reading.conventions),
