@@ -85,12 +85,6 @@ def parse_options(argv: list[str] | None = None) -> Options:
     return _resumed(options) if options.resume else _checked(options)
 
 
-def save_plan(options: Options) -> None:
-    """Write the plan to the work folder."""
-    options.work.mkdir(parents=True, exist_ok=True)
-    write_json(options.work / PLAN_FILE, asdict(options.plan))
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON; an interruption leaves the old file in place."""
     with replacing(path) as file:

@@ -22,7 +22,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sampling.distill.options import Options, public_settings, save_plan, write_json
+from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
 from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
 from sampling.distill.students import (
     create_student,
@@ -151,7 +151,8 @@ class Distillation:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
         options, work, target = self._options, self._options.work, self._target
         self._check_budget()
-        save_plan(options)
+        work.mkdir(parents=True, exist_ok=True)
+        write_json(work / PLAN_FILE, asdict(options.plan))
         self._report(self._plan_text())
         progress = TrainingProgress.load(work)
         held_out, corpus = Corpus(work / "held-out"), Corpus(work / "pages")

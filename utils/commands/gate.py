@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, log
-from pathlib import Path
 from statistics import fmean, geometric_mean, variance
 from typing import Any
 
@@ -31,7 +30,6 @@ SUMMARY = "GITHUB_STEP_SUMMARY"  # names the file to which GitHub Actions lets a
 PASSED, WORSE, UNDECIDED, REFERENCE = "passed", "worse", "not distinguishable", "reference"
 WORDS = {0: "passed", 1: "FAILED", 3: "not distinguishable"}
 SPEEDUP, SPEED = "speed-up over target-only", "tokens/s"
-NOT_GATED = "Not measured:"
 RECORD_MORE = "at least 5 recorded runs of a prompt, or 5 prompts, are needed: append more runs to the file"
 Passes = Sequence[Mapping[int, records.RecordedRun]]  # the runs of each pass, by the line of their record
 
@@ -226,7 +224,11 @@ class _Gate:
             rows = self.rows()
         yield from map(TABLE.finding, rows)
         if path := os.environ.get(SUMMARY):
-            _append(Path(path), self.markdown(rows))
+            try:
+                with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(self.markdown(rows))
+            except OSError as error:
+                raise UserError(f"the summary {path} cannot be written: {os_reason(error)}.") from error
 
     def _may_decide(self, rows: Sequence[Row]) -> bool:
         return any(row["verdict"] == UNDECIDED and row["interval"] for row in rows) and self.status(rows) != 1
@@ -283,7 +285,7 @@ class _Gate:
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
         """What differs, what was not measured, and one line for CI."""
         lines = [f"{row['strategy']}: {row['more']}." for row in rows if row["more"]]
-        lines += [NOT_GATED, *problems] if (problems := self._problems()) else []
+        lines += ["Not measured:", *problems] if (problems := self._problems()) else []
         lines += [DIFFERENT, *found] if (found := records.differences(self.matches)) else []
         refused = sum(map(len, self.refused.values()))
         parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
@@ -305,14 +307,6 @@ class _Gate:
         table = [TABLE.headings, ("---",) * len(TABLE.headings), *(TABLE.finding(row).cells for row in rows)]
         shown = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
         return "\n".join([f"**{last}**", "", *shown, "", *(f"- {line}" for line in lines), ""])
-
-
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"the summary {path} cannot be written: {os_reason(error)}.") from error
 
 
 def _gate(argument: str, context: CommandContext) -> Outcome:

@@ -175,10 +175,7 @@ AIM, LEAST, TRIES = 0.985, 0.95, 12  # a prompt is cut to this share of its toke
 SPARE = 1.25  # parts of the text are longer than the first one needs to be, because others may have longer tokens
 PREFILL_SHARE = 0.5  # from this share of the time on, reading the prompt is mentioned
 NO_DRAFTS = "a strategy that drafts is needed: turn one on, for example with /speculative on."
-NO_SERVER = "a server with a baseline is needed: /server add NAME URL baseline=NAME."
-NO_ROOM = "The question and {} new tokens (/length) leave no room for a text."
 ONE_TEXT = f"The intervals are over repeats of one text. A file with room for {TEXTS} parts gives {TEXTS} texts."
-DRAFTER_CONTEXT = "The drafter has a context length of {:,}, so it drafts nothing in longer contexts."
 PREFILL = "Of the time of the baseline, reading the prompt takes {}, and drafts do not shorten it."
 
 
@@ -208,7 +205,7 @@ def _ladder(argument: str, context: CommandContext) -> Outcome:
         both = [one for one in harness.state.servers if one.address.name in names]
         ladders.append(_Ladder(harness, settings, server_arms(harness, both), both[0]))
     if not ladders:
-        raise UserError(NO_SERVER)
+        raise UserError("a server with a baseline is needed: /server add NAME URL baseline=NAME.")
     return [ladder.report(f"/ladder {argument}".strip(), text, lengths) for ladder in ladders]
 
 
@@ -246,7 +243,7 @@ class _Ladder:
         yield from map(Note, [ONE_TEXT] * (repeats == TEXTS))
         yield Note(self._estimate(items, repeats))
         if limits[1:] and limits[1] is not None and limits[1] < self._lengths[-1]:
-            yield Note(DRAFTER_CONTEXT.format(limits[1]))
+            yield Note(f"The drafter has a context length of {limits[1]:,}, so it drafts nothing in longer contexts.")
         yield from self._race.events()
 
     def _items(self, text: str, lengths: Sequence[int]) -> Generator[Note, None, list[RaceItem]]:
@@ -286,7 +283,7 @@ class _Ladder:
         """The end of the text with the question, as long as a prompt in a context of this many tokens may be."""
         most = length - self._settings.length
         if most <= 2 * self._tokens(QUESTION):
-            raise UserError(NO_ROOM.format(self._settings.length))
+            raise UserError(f"The question and {self._settings.length} new tokens (/length) leave no room for a text.")
         size = CHARACTERS * most
         for _ in range(TRIES):
             prompt = text[-size:] + QUESTION

@@ -52,7 +52,6 @@ LEGEND = (
     "~: estimated from a few layers."
 )
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
-ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
 
 def setting_commands() -> Iterator[Command]:
@@ -155,7 +154,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
     if other := engine.faster_baseline():
-        yield ELSEWHERE.format(other.factor, other.name)
+        yield f"Target-only would be {other.factor:.2f}x as fast in the {other.name} engine (estimate)."
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:

@@ -23,15 +23,7 @@ from utils.commands.experiments.speed_model import (
     target_run,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import (
-    NOTHING,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    grouped,
-    rate_of,
-)
+from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
@@ -52,7 +44,7 @@ TABLE = ResultTable(
     ResultColumn("gamma", lambda row: gamma_text(row["gamma"])),
     figure("rounds", "rounds", drop=2),
     ResultColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
-    rate_of("acceptance", "accepted", "drafted"),
+    ACCEPTANCE,
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}"),
     figure("tokens/s", "tokens_per_second", "{:.1f}"),
     figure("speed-up", "speedup", "{:.2f}x"),

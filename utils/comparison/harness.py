@@ -186,7 +186,6 @@ NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/lo
 NO_PROMPT_YET = "a prompt is needed: send one first."
 NO_MODEL = "this needs a loaded model, and none is loaded: /load PAIR loads one."
 NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds a server, and /load PAIR loads models."
-NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
 
 @dataclass(slots=True)
@@ -244,7 +243,7 @@ class Harness:
     def enabled(self, settings: Settings) -> list[Strategy]:
         """The runnable strategies that are enabled in the settings. Raises UserError if no strategy is enabled."""
         if not (enabled := self.runnable(settings, enabled=True)):
-            raise UserError(NO_STRATEGY)
+            raise UserError("No strategy is enabled; turn one on, for example with /target on.")
         return enabled
 
     def runs_locally(self, settings: Settings) -> bool:

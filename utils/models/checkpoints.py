@@ -28,11 +28,10 @@ from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
-from utils.models.dequantized import dequantized_model
 from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import MemoryPlan, Placement, plan_memory
-from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
+from utils.models.quantization import check_not_quantized, dequantized_model, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
 from utils.text import byte_size
 

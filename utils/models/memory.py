@@ -58,7 +58,10 @@ def choose_device(name: str) -> str:
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("This machine has no mps device: omit the device, or use cpu.")
     if name.startswith("cuda"):
-        _check_cuda(name)
+        if (count := torch.cuda.device_count()) == 0:
+            raise UserError("This machine has no usable CUDA device: omit the device, or use cpu.")
+        if int(name.partition(":")[2] or 0) >= count:
+            raise UserError(f"{name} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
     return name
 
 
@@ -69,14 +72,6 @@ def choose_dtype(name: str, device: str) -> torch.dtype | str:
         return torch.float32 if device == "cpu" else "auto"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _check_cuda(name: str) -> None:
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise UserError("This machine has no usable CUDA device: omit the device, or use cpu.")
-    if int(name.partition(":")[2] or 0) >= count:
-        raise UserError(f"{name} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
 
 
 def weight_counts(source: Source) -> dict[str, int]:

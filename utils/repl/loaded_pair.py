@@ -38,7 +38,6 @@ CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "No settings have been changed, so there is nothing to revert."
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
-STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
@@ -338,6 +337,9 @@ class LoadedPair:
         for line in (f"engine: {pair.engine.state.sentence()}", *pair.notes):
             note(line)
 
+    def warm_up(self) -> None:
+        warm_up(self.harness, self.settings.current)
+
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
     """Load other models, prepare them and warm them up. If anything fails, the current pair stays unchanged.
@@ -359,14 +361,14 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
         loaded.introduce(note)
         renderer.progress(WARMING_UP)
-        warm_up(loaded.harness, loaded.settings.current)
+        loaded.warm_up()
     except BaseException:
         torch.set_num_threads(threads)  # the current engine was tested with this number of threads
         note(f"Still loaded: {pair_names(current.harness.loaded)}.")
         raise
     # Last, because these describe the state of the old pair.
     if state.storage and not before.reset_in_between:
-        note(STORAGE_LOST)
+        note("The n-gram storage is empty now: it held tokens of the old target.")
     if turns := len(state.conversations):
         note(CONVERSATION_LOST.format(count_of(turns, "turn")))
     if state.training is not None:

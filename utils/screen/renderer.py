@@ -72,7 +72,6 @@ MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.NAME: (None, ["bold"]),
     Mark.NOTE: (None, ["dark"]),
 }
-MARKS_EXPLAINED = "bold green: drafts that the target accepted"
 
 
 ColouredPiece = tuple[str, str]
@@ -226,7 +225,7 @@ class Renderer:
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
-            self._line(self._out, MARKS_EXPLAINED, "dim")
+            self._line(self._out, "bold green: drafts that the target accepted", "dim")
             self._has_explained = True
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:

@@ -24,7 +24,6 @@ from utils.text import TextStream, count_of, token_piece, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
-READS_THE_SAME = ", but the text reads the same"
 
 SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
 RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
@@ -191,7 +190,7 @@ class RunView:
         if not sentence.endswith(":"):
             self._write(self._named(sentence + (f" ({ended})" if ended and ended != other_ended else "")))
         elif ours == theirs:
-            self._write(self._named(sentence.removesuffix(":") + READS_THE_SAME))
+            self._write(self._named(sentence.removesuffix(":") + ", but the text reads the same"))
         else:
             first = start_of_context(ours, first_difference(ours, theirs) or 0)
             shown = from_character(self._pieces, first)
@@ -246,13 +245,6 @@ def round_pieces(
     return painted
 
 
-def round_timing(step: Step, timing: RoundTiming) -> str:
-    """The milliseconds of a round by activity, and its number of new tokens."""
-    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
-    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    return f"{shown} ms | +{len(step.tokens)}"
-
-
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
     """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
     lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
@@ -287,7 +279,9 @@ def show_round(
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
     pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
-    renderer.pieces(f"{number:4d} ", [*pieces, (round_timing(step, timing), "dark_grey")])
+    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
+    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
+    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "dark_grey")])
     for line in trace_lines(traces, tokenizer):
         renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 

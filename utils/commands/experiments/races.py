@@ -269,7 +269,6 @@ NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
 NO_RIVAL = "No enabled strategy drafts, so there is nothing to compare."
 UNPAIRED = "{}: no speed-up over {}. It needs answers of both to the same prompts, token counts, and one host."
 OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
-MORE_PROMPTS = "Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals."
 MORE_REPEATS = f"Next: /race {REPEATS} tells whether the difference is real."
 OWN_PROMPTS = "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts."
 LIMITS = "Next: /why shows what limits the speed-up of a prompt."
@@ -482,7 +481,7 @@ def _next(rows: Sequence[Row], *, of_file: bool) -> list[str]:
         return [NO_TARGET if rivals else NO_RIVAL]
     verdicts = {row["verdict"] for row in rivals}
     if of_file and claims.FASTER not in verdicts and verdicts != {claims.SLOWER}:
-        return [MORE_PROMPTS]
+        return ["Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals."]
     if not of_file and claims.TOO_FEW in verdicts:
         return [MORE_REPEATS]
     return [OWN_PROMPTS if claims.FASTER in verdicts and not of_file else LIMITS]

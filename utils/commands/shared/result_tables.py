@@ -38,9 +38,11 @@ def marked(column: ResultColumn) -> ResultColumn:
     return replace(column, shown=lambda row: column.shown(row) + STAR * any(row.get("other_tokens") or ()))
 
 
-def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:
-    """A column with the ratio of two counts, with a dash where there is nothing to count."""
-    return ResultColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
+def _acceptance(row: Row) -> str:
+    return f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else NOTHING
+
+
+ACCEPTANCE = ResultColumn("acceptance", _acceptance)
 
 
 class ResultTable:
