@@ -23,7 +23,7 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.harness import Harness
 from utils.comparison.records import Countdown, Note, Progress, ReportEvent
-from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy
+from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
@@ -278,7 +278,7 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
     versions, countdown = _first_probs(job), Countdown()
     for index, strategy in enumerate(strategies):
         yield Progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
-        own = replace(job, prefills=SharedPrefills())  # a strategy keeps nothing of another one
+        own = replace(job, prefills={})  # a strategy keeps nothing of another one
         counts: Counter[int] = Counter()
         try:
             for draw in range(draws):
@@ -302,7 +302,7 @@ def _first_probs(job: Job) -> list[Tensor]:
     Strategies compute one or the other. They differ by rounding only, but that can move a token across the edge of a
     nucleus.
     """
-    job = replace(job, prefills=SharedPrefills())
+    job = replace(job, prefills={})
     session = job.session("target", rewinds=False)
     context = session.begin(job.prompt)
     room, most = session.room(context), job.settings.max_drafts

@@ -238,7 +238,7 @@ WHY_TABLE = ResultTable(
 def _why(argument: str, context: CommandContext) -> Outcome:
     last = context.harness.last()
     TargetTiming.of(target_run(last))  # raises UserError if the target's own run cannot be compared with
-    if not any(one.strategy.drafts and one.run.timings for one in last.local):
+    if not any(strategy.drafts and run.timings for strategy, run, _ in last.local):
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )

@@ -6,7 +6,7 @@ It plans and runs jobs. It shows nothing and decides nothing about settings.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -37,20 +37,7 @@ from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.connection import Connection, ServerList
 from utils.text import count_of
 
-
-class PlannedRun(NamedTuple):
-    """An arm and the conversation that it continues. The arm of a strategy has its job."""
-
-    arm: Arm
-    history: Turns
-
-
-class LocalResult(NamedTuple):
-    """A strategy, the rounds of its run, and the comparison with the target's run."""
-
-    strategy: Strategy
-    run: Generation
-    comparison: Comparison
+PlannedRun = tuple[Arm, Turns]  # an arm and the conversation that it continues; the arm of a strategy has its job
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +85,10 @@ class LastPrompt:
         return jobs.get(baseline) or next(iter(jobs.values()))
 
     @property
-    def local(self) -> list[LocalResult]:
+    def local(self) -> list[tuple[Strategy, Generation, Comparison]]:
+        """The strategies, the rounds of their runs, and the comparisons with the target's run."""
         return [
-            LocalResult(arm.strategy, run.generation, comparison)
+            (arm.strategy, run.generation, comparison)
             for arm, run, comparison in self.compared
             if arm.strategy is not None and run.generation is not None
         ]
@@ -272,7 +260,7 @@ class Harness:
         `note` receives each reason why a strategy is skipped or drafts nothing. Raises UserError for a prompt that the
         target cannot take.
         """
-        servers = [PlannedRun(arm, self._history(arm, settings)) for arm in self.server_arms()]
+        servers: list[PlannedRun] = [(arm, self._history(arm, settings)) for arm in self.server_arms()]
         if not self.has_pair and not servers:
             raise UserError(NOTHING_RUNS)
         if servers and not self.runs_locally(settings):
@@ -281,7 +269,7 @@ class Harness:
             note(NO_DRAFTER)
         arms = self._prepared(text, settings, [self.arm(strategy) for strategy in self.enabled(settings)])
         self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None], note)
-        return [*(PlannedRun(arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
+        return [*((arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
 
     def _history(self, arm: Arm, settings: Settings) -> Turns:
         """The conversation that an arm continues, which is its own after the first turn."""

@@ -86,7 +86,7 @@ def load_from_files(
     folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):
         return None
-    size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
+    size = byte_size(plan_memory(source, "none", where, in_files=True)[0])
     where.report(f"loading {source.name} ({where.device}, {str(dtype).removeprefix('torch.')}, {size}) ...")
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in _checked(source, tensors, where):

@@ -312,12 +312,8 @@ class BlockSource(NamedTuple):
         return self.read()
 
 
-class InBlocks(NamedTuple):
-    """A model whose linear weights are in a file, its tokenizer and these weights."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    blocks: GgufBlocks
+# A model whose linear weights are in a file, its tokenizer and these weights.
+InBlocks = tuple[PreTrainedModel, PreTrainedTokenizerBase, GgufBlocks]
 
 
 def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
@@ -339,7 +335,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
             remedy = "use a smaller model, or a file with fewer bits per weight"
             check_free(source.name, size + (folder / DENSE).stat().st_size, where.device, remedy)
         else:
-            counts = {"F32": sum(part.numel() for part in loaded.model.parameters())}
+            counts = {"F32": sum(part.numel() for part in loaded[0].parameters())}
             plan_memory(replace(source, weight_counts=counts), "none", where, in_files=True)
         where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(size)}) ...")
         return loaded
@@ -372,7 +368,7 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
         names = list(file.keys())  # the file is not iterable
         _set_weights(model, {name: file.get_tensor(name) for name in names}, blocks)
     finish(model, name, folder)
-    return InBlocks(model, load_tokenizer(Source(str(folder), name)), blocks)
+    return model, load_tokenizer(Source(str(folder), name)), blocks
 
 
 def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedModel) -> None:

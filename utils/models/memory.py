@@ -123,18 +123,9 @@ def check_free(name: str, needed: int, device: str, remedy: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The minimum bytes for the weights, 0 if unknown. With `spread` they need several devices, because one is too
-    small.
-    """
-
-    needed: int
-    spread: bool = False
-
-
-def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> MemoryPlan:
-    """Decide where the weights fit. Raises UserError if they do not fit anywhere.
+def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> tuple[int, bool]:
+    """The minimum bytes for the weights, 0 if unknown, and whether they must be spread over several devices, because
+    one is too small. Raises UserError if they do not fit anywhere.
 
     With `in_files`, they may stay in their files until an engine reads them, in its own format.
     """
@@ -150,11 +141,11 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
     if where.may_spread and where.device.startswith("cuda") and kind == "none" and free_bytes(where.device) < needed:
         devices = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
         if needed <= sum(map(free_bytes, devices)):
-            return MemoryPlan(needed, spread=True)
+            return needed, True
     # bitsandbytes does not run on mps, and packed weights cannot be quantized again.
     quantizable = where.device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
     check_free(source.name, needed, where.device, _remedy(counts, where.device, in_files=in_files, smaller=quantizable))
-    return MemoryPlan(needed)
+    return needed, False
 
 
 def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: bool) -> str:

@@ -34,7 +34,7 @@ from utils.models.checkpoints import load_model, load_tokenizer, optional_tokeni
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
-from utils.models.gguf_model import UNPACKERS, GgufBlocks, InBlocks, load_in_blocks, shared_reader
+from utils.models.gguf_model import UNPACKERS, GgufBlocks, load_in_blocks, shared_reader
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, choose_device, choose_dtype
 from utils.models.quantization import check_quantization, stored_quantization
@@ -165,8 +165,9 @@ def _read(
     """A model, its tokenizer if it has one, and the blocks of its GGUF file if engines compute it in these."""
     if source.gguf and quantize == "none" and (where.device, where.dtype) == ("cpu", torch.float32):
         loaded = load_in_blocks(source, where)
-        if isinstance(loaded, InBlocks):
-            return loaded.model, loaded.tokenizer, loaded.blocks if where.engine_weights == "gguf" else None
+        if not isinstance(loaded, str):
+            model, tokenizer, blocks = loaded
+            return model, tokenizer, blocks if where.engine_weights == "gguf" else None
         where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
     with shared_reader(Path(source.location, source.gguf)) if source.gguf else nullcontext():
         return load_model(source, quantize, where, reads_rest=reads_rest), optional_tokenizer(source), None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
 from utils.comparison.harness import LastPrompt, own_conversations
@@ -38,14 +38,6 @@ LEGEND = (
 )
 
 
-class RunColumn(NamedTuple):
-    """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
-
-    heading: str
-    cell: Callable[[ComparedRun], str]
-    of_servers: bool = False
-
-
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -58,19 +50,21 @@ def _star(entry: ComparedRun) -> str:
     return STAR if entry.run.other_tokens else ""
 
 
-COLUMNS = (
-    RunColumn("strategy", lambda entry: entry.run.name),
-    RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
-    RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
-    RunColumn("first token, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
-    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry))),
-    RunColumn("decode tokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
-    RunColumn("speed-up", _speedup),
-    RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
-    RunColumn("drafts/round", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
-    RunColumn("tokens/forward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
-    RunColumn("text", lambda entry: entry.comparison.text),
-)
+# The columns of the comparison: their headings, and the cell of a run.
+COLUMNS: dict[str, Callable[[ComparedRun], str]] = {
+    "strategy": lambda entry: entry.run.name,
+    "tokens": lambda entry: _number(entry.run.new_tokens, "{}"),
+    "seconds": lambda entry: f"{entry.run.seconds:.2f}",
+    "first token, s": lambda entry: _number(entry.run.first_seconds, "{:.2f}"),
+    "tokens/s": lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry)),
+    "decode tokens/s": lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"),
+    "speed-up": _speedup,
+    "acceptance": lambda entry: _number(entry.run.acceptance_rate, "{:.3f}"),
+    "drafts/round": lambda entry: _number(entry.run.drafts_per_round, "{:.1f}"),
+    "tokens/forward": lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}"),
+    "text": lambda entry: entry.comparison.text,
+}
+OF_SERVERS = ("first token, s", "decode tokens/s")  # shown only beside servers
 # Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/round", "tokens", "first token, s", "acceptance", "decode tokens/s")
 
@@ -288,11 +282,11 @@ def show_round(
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
     beside_servers = not all(entry.run.is_local for entry in compared)
-    columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
-    rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
+    columns = {heading: cell for heading, cell in COLUMNS.items() if beside_servers or heading not in OF_SERVERS}
+    rows = [tuple(cell(entry) for cell in columns.values()) for entry in compared]
     colours = [entry.arm.colour for entry in compared]
     renderer.newline()
-    renderer.table([column.heading for column in columns], rows, OPTIONAL, colours=colours)
+    renderer.table([*columns], rows, OPTIONAL, colours=colours)
 
 
 def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[str, Divergence]]) -> None:
