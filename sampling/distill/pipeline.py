@@ -14,6 +14,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,9 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sampling.distill import students
 from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
 from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
-from sampling.distill.students import (
-    create_student,
-    load_student,
-    load_target,
-    planned_layers,
-    save_student,
-    token_counts,
-)
 from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
@@ -91,16 +85,10 @@ class ProgressReporter:
         now = time.monotonic()
         if now - self._last_report > REPORT_SECONDS:
             self._last_report, speed = now, (self._done - self._initial) / (now - self._started)
-            left = duration_text((self.total - self._done) / speed)
+            left = timedelta(seconds=round(max(0, self.total - self._done) / speed))
             self._report(
                 f"{self._task}: {self._done:,} of {self.total:,} tokens, {speed:,.0f} tokens/s{remark}, {left} left"
             )
-
-
-def duration_text(seconds: float) -> str:
-    """Hours and minutes, or minutes and seconds."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
 def rate_text(rate: float | None) -> str:
@@ -131,7 +119,7 @@ class Distillation:
     def __init__(self, options: Options, report: Reporter) -> None:
         plan = options.plan
         questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
-        self._target = load_target(plan.target, plan.device, report)
+        self._target = students.load_target(plan.target, plan.device, report)
         self._options, self._report = options, report
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
@@ -140,7 +128,7 @@ class Distillation:
             raise UserError(
                 f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
-        layers = planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
+        layers = students.planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
         self._generator = PageGenerator(model, script, layers, length=self._plan.length)
         self._pages = -(-plan.tokens // plan.page)  # of training text
         self._token_bytes = 2 * len(layers) * self._target.lm_head.shape[1]  # of a token's hidden states
@@ -163,12 +151,12 @@ class Distillation:
         self._generate(corpus, progress)
         trainer = self._trainer(corpus)
         self._train(trainer, held_out, progress)
-        save_student(trainer.student, options.out, target)
-        student = load_student(options.out, target)  # the stored weights are rounded
+        students.save_student(trainer.student, options.out, target)
+        student = students.load_student(options.out, target)  # the stored weights are rounded
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
-        generated = int(token_counts(corpus, vocabulary_size(target.model)).sum())
+        generated = int(students.token_counts(corpus, vocabulary_size(target.model)).sum())
         card = self._card(counts, progress, generated, trainer.step)
         (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
@@ -242,7 +230,7 @@ class Distillation:
             progress.save(self._options.work)
 
     def _trainer(self, corpus: Corpus) -> Trainer:
-        student = create_student(self._target, corpus, self._plan)
+        student = students.create_student(self._target, corpus, self._plan)
         trainer = Trainer(student, corpus, self._target.lm_head, self._plan)
         with suppress(FileNotFoundError, SafetensorError):  # none yet, or an unreadable one: training begins anew
             trainer.load(self._options.work)
