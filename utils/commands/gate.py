@@ -82,11 +82,10 @@ class _Evidence:
 
     def ratios(self) -> list[list[float]]:
         """Now over the record for each record of each prompt, averaged over the passes."""
-        groups: dict[Any, list[float]] = {}
-        for run in self.past:
-            now = geometric_mean(self.value(runs, run.line) for runs in self.passes)
-            groups.setdefault(run.request, []).append(now / self.value(self.recorded, run.line))
-        return [*groups.values()]
+        now = (geometric_mean(self.value(runs, run.line) for runs in self.passes) for run in self.past)
+        pairs = zip(self.past, now, strict=True)
+        found = records.gathered((run.request, new / self.value(self.recorded, run.line)) for run, new in pairs)
+        return [*found.values()]
 
     def figures(self, floor: float) -> dict[str, Any]:
         groups = self.ratios()
@@ -140,11 +139,9 @@ class _Evidence:
             return {"accepted": [None, None], "drafts": NOTHING}
         if all(_is_same(*pair) for pair in pairs):
             return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
-        groups: dict[Any, list[float]] = {}
-        for pair in counted:
-            # Half a draft more, so that a text without accepted drafts has a logarithm.
-            one, other = ((run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair)
-            groups.setdefault(pair[0].request, []).append(other / one)
+        # Half a draft more, so that a text without accepted drafts has a logarithm.
+        rates = [[(run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair] for pair in counted]
+        groups = records.gathered((pair[0].request, new / old) for pair, (old, new) in zip(counted, rates, strict=True))
         return {"accepted": shares, "drafts": verdict_of(_interval(groups.values()), floor)}
 
     def texts(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """/verdict: does speculative decoding help here, with which settings or which server, and is the text the same?"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from utils.commands.experiments.races import race_row, then_findings
 from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome
@@ -38,8 +38,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     # Without loaded models, servers that cannot be compared are an error; otherwise they are skipped.
     if servers and (not kinds or comparable_servers(harness)):
         kinds.append(ServerSelection)
-    runs = (_VerdictRun(kind(harness, settings), settings, plan) for kind in kinds)
-    return [run.report() for run in runs]
+    return [_report(kind(harness, settings), settings, plan) for kind in kinds]
 
 
 def _apply(context: CommandContext) -> Outcome:
@@ -51,44 +50,35 @@ def _apply(context: CommandContext) -> Outcome:
     return [ChangeSettings(changed, " ".join(shown))]
 
 
-@dataclass(slots=True)
-class _VerdictRun:
-    """One verdict: a candidate is chosen, then it is measured. `settings` are the session's."""
+def _report(selection: DrafterSelection | ServerSelection, settings: Settings, plan: PromptPlan) -> Report:
+    """A candidate is chosen, then it is measured. `settings` are the session's."""
+    servers, count = isinstance(selection, ServerSelection), len(plan.measured)
+    # "On this prompt" must identify the prompt, above all on a page of many results.
+    what = f"{count} {plan.source}" if count > 1 else f'"{shortened(plan.measured[0].text)}"'
+    table, chosen = verdict_table(servers=servers), list[Measurement]()
 
-    selection: DrafterSelection | ServerSelection
-    settings: Settings
-    plan: PromptPlan
-    measurement: Measurement | None = None
+    def events() -> Iterator[ReportEvent]:
+        selection.clock = started_clock()  # it was made with the first of two reports
+        chosen.append((yield from selection.choose(plan)))
+        yield from chosen[0].run()
 
-    def report(self) -> Report:
-        servers, count = isinstance(self.selection, ServerSelection), len(self.plan.measured)
-        # "On this prompt" must identify the prompt, above all on a page of many results.
-        what = f"{count} {self.plan.source}" if count > 1 else f'"{shortened(self.plan.measured[0].text)}"'
-        table = verdict_table(servers=servers)
-        return table.report(
-            *("server_verdict" if servers else "verdict", self.plan.source, self.settings),
-            then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            conclude=lambda rows: sentences(rows[-1]),
-            attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
-            transposed=True,
-            title=f"/verdict on {what}" + ", on servers" * servers,
-        )
-
-    def _events(self) -> Iterator[ReportEvent]:
-        self.selection.clock = started_clock()  # it was made with the first of two reports
-        self.measurement = yield from self.selection.choose(self.plan)
-        yield from self.measurement.run()
-
-    def _rows(self) -> Iterator[Figures]:
+    def rows() -> Iterator[Figures]:
         """The baseline, then the candidate."""
-        measurement = self.measurement
-        if measurement is None or not measurement.speedups:
-            return
-        row = measurement.candidate_row(self.plan, self.settings)
-        row |= self.selection.figures(measurement, row, self.settings)
-        own = measurement.baseline_results
-        yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
-        yield row
+        if chosen and chosen[0].speedups:
+            row = chosen[0].candidate_row(plan, settings)
+            row |= selection.figures(chosen[0], row, settings)
+            own = chosen[0].baseline_results
+            yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
+            yield row
+
+    return table.report(
+        *("server_verdict" if servers else "verdict", plan.source, settings),
+        then_findings(events(), lambda: map(table.finding, rows())),
+        conclude=lambda rows: sentences(rows[-1]),
+        attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
+        transposed=True,
+        title=f"/verdict on {what}" + ", on servers" * servers,
+    )
 
 
 VERDICT = Command(

@@ -34,6 +34,8 @@ from utils.servers.kinds.completion import IDS, Chat
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
 INTERVAL = 1.0  # seconds between two sentences on progress
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 Row = Mapping[str, Any]  # the figures of a finding, or a record
 
 
@@ -82,6 +84,14 @@ class Finding:
 
 
 ReportEvent = Progress | Note | Finding
+
+
+def gathered(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The values of each key, in their order."""
+    groups: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
@@ -298,9 +308,6 @@ DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "
 SHOWN_LINES = 8  # line numbers shown in a sentence
 NO_COUNTERPART = "the other file has no run of this prompt by this strategy with the same length, processor and seed."
 
-Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
-
 
 class RecordedRun(NamedTuple):
     """The record of a run, whose fields are valid, and its line in the file."""
@@ -451,19 +458,11 @@ def problem_sentence(file: str, lines: Sequence[int], reason: str) -> str:
     return f"{file}, line{'s' * (len(lines) > 1)} {shown}{more}: {reason}"
 
 
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their keys, in their order."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
 def _by_task(runs: Sequence[RecordedRun]) -> dict[Any, dict[tuple[str, ...], list[RecordedRun]]]:
     """The runs by prompt, strategy and task, and within each by the settings of drafting."""
-    tasks = _grouped(runs, lambda one: (one.request, one.row["strategy"], one.values(TASK)))
+    tasks = gathered(((one.request, one.row["strategy"], one.values(TASK)), one) for one in runs)
     return {
-        task: _grouped(group, lambda one: one.values(() if one.row["strategy"] == TARGET else DRAFTING))
+        task: gathered((one.values(() if one.row["strategy"] == TARGET else DRAFTING), one) for one in group)
         for task, group in tasks.items()
     }
 

@@ -14,7 +14,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, gathered, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -388,11 +388,8 @@ def _server_figures(group: Sequence[RaceResult]) -> dict[str, Any]:
 
 
 def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:
-    by_prompt: dict[int, list[float]] = {}
-    for result in group:
-        if speedup := result.speedup:
-            by_prompt.setdefault(result.item.number, []).append(speedup)
-    return list(by_prompt.values())
+    known = ((result.item.number, speedup) for result in group if (speedup := result.speedup))
+    return list(gathered(known).values())
 
 
 def race_conclusion(rows: Sequence[Row], prompts: int | None = None) -> list[str]:

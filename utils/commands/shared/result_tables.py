@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.comparison.records import Finding, Report, ReportEvent
+from utils.comparison.records import Finding, Report, ReportEvent, gathered
 from utils.comparison.records import Row as Row
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
@@ -72,7 +72,4 @@ class ResultTable:
 
 
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    return groups
+    return gathered((row[key], row) for row in rows)
