@@ -5,16 +5,7 @@ from dataclasses import replace
 
 from utils.commands.experiments.races import race_row, then_findings
 from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome
-from utils.commands.verdicts.measurement import (
-    BUILT_IN,
-    Figures,
-    Measurement,
-    PromptPlan,
-    plan_prompts,
-    sentences,
-    started_clock,
-    verdict_table,
-)
+from utils.commands.verdicts import measurement
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.comparison.harness import comparable_servers
 from utils.comparison.records import Report, ReportEvent, shortened
@@ -30,7 +21,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     if argument == APPLY:
         return _apply(context)
-    plan = plan_prompts(argument, harness.state.prompts)
+    plan = measurement.plan_prompts(argument, harness.state.prompts)
     servers = harness.state.servers
     kinds: list[type[DrafterSelection] | type[ServerSelection]] = []
     if harness.has_pair or not servers:
@@ -50,19 +41,19 @@ def _apply(context: CommandContext) -> Outcome:
     return [ChangeSettings(changed, " ".join(shown))]
 
 
-def _report(selection: DrafterSelection | ServerSelection, settings: Settings, plan: PromptPlan) -> Report:
+def _report(selection: DrafterSelection | ServerSelection, settings: Settings, plan: measurement.PromptPlan) -> Report:
     """A candidate is chosen, then it is measured. `settings` are the session's."""
     servers, count = isinstance(selection, ServerSelection), len(plan.measured)
     # "On this prompt" must identify the prompt, above all on a page of many results.
     what = f"{count} {plan.source}" if count > 1 else f'"{shortened(plan.measured[0].text)}"'
-    table, chosen = verdict_table(servers=servers), list[Measurement]()
+    table, chosen = measurement.verdict_table(servers=servers), list[measurement.Measurement]()
 
     def events() -> Iterator[ReportEvent]:
-        selection.clock = started_clock()  # it was made with the first of two reports
+        selection.clock = measurement.started_clock()  # it was made with the first of two reports
         chosen.append((yield from selection.choose(plan)))
         yield from chosen[0].run()
 
-    def rows() -> Iterator[Figures]:
+    def rows() -> Iterator[measurement.Figures]:
         """The baseline, then the candidate."""
         if chosen and chosen[0].speedups:
             row = chosen[0].candidate_row(plan, settings)
@@ -74,7 +65,7 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
     return table.report(
         *("server_verdict" if servers else "verdict", plan.source, settings),
         then_findings(events(), lambda: map(table.finding, rows())),
-        conclude=lambda rows: sentences(rows[-1]),
+        conclude=lambda rows: measurement.sentences(rows[-1]),
         attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
         transposed=True,
         title=f"/verdict on {what}" + ", on servers" * servers,
@@ -104,6 +95,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+    words={measurement.BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

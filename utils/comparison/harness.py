@@ -94,10 +94,6 @@ class LastPrompt:
         ]
 
     @property
-    def strategies(self) -> list[ComparedRun]:
-        return [entry for entry in self.compared if entry.run.is_local]
-
-    @property
     def servers(self) -> list[ComparedRun]:
         return [entry for entry in self.compared if not entry.run.is_local]
 

@@ -310,7 +310,7 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
         renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
     other = pair.engine.faster_baseline()
     elsewhere = other.sentence if other else ""
-    if sentence := summary(last.strategies, last.jobs, elsewhere):
+    if sentence := summary([one for one in last.compared if one.run.is_local], last.jobs, elsewhere):
         renderer.result(sentence)
 
 
