@@ -13,7 +13,7 @@ import shlex
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,6 @@ OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
 REPORT_SECONDS = 15.0
 LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
 PROGRESS_FILE = "progress.json"
-
-
-@dataclass(slots=True)
-class TrainingProgress:
-    """Seconds of generation (`writing`) and training so far."""
-
-    writing: float = 0.0
-    training: float = 0.0
-
-    def save(self, folder: Path) -> None:
-        write_json(folder / PROGRESS_FILE, asdict(self))
-
-    @classmethod
-    def load(cls, folder: Path) -> TrainingProgress:
-        """The stored progress, or an empty one."""
-        file = folder / PROGRESS_FILE
-        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else cls()
 
 
 class ProgressReporter:
@@ -121,6 +104,7 @@ class Distillation:
         questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
         self._target = students.load_target(plan.target, plan.device, report)
         self._options, self._report = options, report
+        self._seconds = {"writing": 0.0, "training": 0.0}  # of generation and training so far
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
         self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
@@ -142,22 +126,23 @@ class Distillation:
         work.mkdir(parents=True, exist_ok=True)
         write_json(work / PLAN_FILE, asdict(options.plan))
         self._report(self._plan_text())
-        progress = TrainingProgress.load(work)
+        if (file := work / PROGRESS_FILE).is_file():
+            self._seconds |= json.loads(file.read_text(encoding="utf-8"))
         held_out, corpus = Corpus(work / "held-out"), Corpus(work / "pages")
         count = self._held_out_pages
         reporter = ProgressReporter(self._report, "generating held-out pages", 0, count * self._held_out_size)
         while len(held_out) < count:
             self._add_page(held_out, 0, self._held_out_size, reporter)
-        self._generate(corpus, progress)
+        self._generate(corpus)
         trainer = self._trainer(corpus)
-        self._train(trainer, held_out, progress)
+        self._train(trainer, held_out)
         students.save_student(trainer.student, options.out, target)
         student = students.load_student(options.out, target)  # the stored weights are rounded
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
         generated = int(students.token_counts(corpus, vocabulary_size(target.model)).sum())
-        card = self._card(counts, progress, generated, trainer.step)
+        card = self._card(counts, generated, trainer.step)
         (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
             self._report(line)
@@ -218,16 +203,16 @@ class Distillation:
         seed = self._plan.seed * 100_000 + first_seed + len(corpus)
         corpus.add(self._generator.generate(seed, size, corpus, on_tokens=reporter.advance))
 
-    def _generate(self, corpus: Corpus, progress: TrainingProgress) -> None:
+    def _generate(self, corpus: Corpus) -> None:
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         page = self._plan.page
         reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)
         # At least one page, however short the time: training needs text.
-        while len(corpus) < self._pages and (progress.writing < limit or not len(corpus)):
+        while len(corpus) < self._pages and (self._seconds["writing"] < limit or not len(corpus)):
             started = time.monotonic()
             self._add_page(corpus, FIRST_TRAINING_SEED, page, reporter)
-            progress.writing += time.monotonic() - started
-            progress.save(self._options.work)
+            self._seconds["writing"] += time.monotonic() - started
+            write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _trainer(self, corpus: Corpus) -> Trainer:
         student = students.create_student(self._target, corpus, self._plan)
@@ -237,47 +222,47 @@ class Distillation:
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _train(self, trainer: Trainer, held_out: Corpus, progress: TrainingProgress) -> None:
+    def _train(self, trainer: Trainer, held_out: Corpus) -> None:
         step_tokens = self._plan.batch
-        earlier = progress.training
+        earlier = self._seconds["training"]
         saved = started = time.monotonic()
         reporter = ProgressReporter(self._report, "training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
             while trainer.step < trainer.total:
                 trainer.train_step()
                 now = time.monotonic()
-                progress.training = earlier + now - started
+                self._seconds["training"] = earlier + now - started
                 # Early, because the learning rate follows a cosine over the total number of steps.
                 if self._plan.hours and trainer.step == TIMED_STEPS:
-                    self._shorten(trainer, progress)
+                    self._shorten(trainer)
                     reporter.total = trainer.total * step_tokens
                 if now - saved > CHECKPOINT_SECONDS:
                     saved = now
-                    self._save_checkpoint(trainer, progress)
+                    self._save_checkpoint(trainer)
                     self._evaluate(trainer, held_out)
                 reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
             if trainer.is_consistent:  # otherwise the last checkpoint stays
-                self._save_checkpoint(trainer, progress)
+                self._save_checkpoint(trainer)
 
     def _evaluate(self, trainer: Trainer, held_out: Corpus) -> None:
         lm_head, steps = self._target.lm_head, self._plan.steps
         counts = measure_acceptance(trainer.student, held_out, lm_head, steps, tokens=EVALUATION_TOKENS)
         self._report(f"step {trainer.step} of {trainer.total}, held out: {rates_text(rates_of(counts.values()))}")
 
-    def _save_checkpoint(self, trainer: Trainer, progress: TrainingProgress) -> None:
+    def _save_checkpoint(self, trainer: Trainer) -> None:
         trainer.save(self._options.work)
-        progress.save(self._options.work)
+        write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
-    def _shorten(self, trainer: Trainer, progress: TrainingProgress) -> None:
+    def _shorten(self, trainer: Trainer) -> None:
         """Reduce the number of steps to what fits into the remaining time."""
-        seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
-        steps_left = int(seconds_left / (progress.training / TIMED_STEPS))
+        seconds_left = self._plan.hours * 3600 - sum(self._seconds.values())
+        steps_left = int(seconds_left / (self._seconds["training"] / TIMED_STEPS))
         trainer.total = max(TIMED_STEPS, min(trainer.total, TIMED_STEPS + steps_left))
 
-    def _card(self, counts: dict[int, Tensor], progress: TrainingProgress, generated: int, steps: int) -> list[str]:
+    def _card(self, counts: dict[int, Tensor], generated: int, steps: int) -> list[str]:
         """The lines of the model card. generated: tokens by the target."""
-        plan, model = self._options.plan, self._target.model
+        plan, model, hours = self._options.plan, self._target.model, {k: v / 3600 for k, v in self._seconds.items()}
         return [
             f"# Drafter for {model.name_or_path}",
             "",
@@ -298,7 +283,7 @@ class Distillation:
             f"- Training: {steps:,} steps of {plan.batch} tokens in conversations of up to {plan.length}, unrolled "
             f"over {plan.steps} drafts, cross entropy to the target's distributions; Muon at {plan.rate}, AdamW at "
             f"{plan.rate_rest} for vectors and embeddings, cosine schedule.",
-            f"- Time: {progress.writing / 3600:.2f} h of generation, {progress.training / 3600:.2f} h of training.",
+            f"- Time: {hours['writing']:.2f} h of generation, {hours['training']:.2f} h of training.",
             f"- Machine: {_machine(model)}.",
             "",
             "Settings: `" + json.dumps(public_settings(plan)) + "`\n",

@@ -35,7 +35,8 @@ SHARES = (0.5, 0.9, 0.99)  # percentiles of times
 NO_BASELINE = "Nothing to compare with: a server that was added with baseline=NAME is measured beside that one."
 SAMPLE = "Turns of one measurement share the state of the machine, so an interval may be too narrow."
 COUNTED = "The server counts no tokens, so it has no throughput."
-MORE_TURNS = f"Fewer than {MIN_VALUES} measured turns do not tell a difference from noise: turns={MIN_VALUES} does."
+MORE_TURNS = f"Fewer than {MIN_VALUES} turns do not tell a difference from noise: turns={MIN_VALUES} does."
+TURNS_MISSING = f"Fewer than {MIN_VALUES} turns of both were measured, which do not tell a difference from noise."
 SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
 STOPS = "Speculation stops paying between {} and {} requests {}."
 NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
@@ -308,7 +309,9 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     lines += [f"Goodput counts the requests a second with {rows[0]['limits']}."] * bool(rows[0]["limits"])
     if not compared:
         return lines
-    return [*lines, SAMPLE if all(row["verdict"] != TOO_FEW for row in compared) else MORE_TURNS]
+    if all(row["verdict"] != TOO_FEW for row in compared):
+        return [*lines, SAMPLE]
+    return [*lines, MORE_TURNS if rows[0]["turns"] < MIN_VALUES else TURNS_MISSING]
 
 
 def _best_lengths(rows: Sequence[Row]) -> Iterator[str]:
