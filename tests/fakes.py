@@ -20,7 +20,6 @@ from utils.commands import default_registry
 from utils.comparison import warm_up
 from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
-from utils.comparison.warm_up import DraftSeconds
 from utils.config.settings import Settings
 from utils.engine import Engine, engine
 from utils.engine.forward_timing import WIDTHS, ForwardProbe
@@ -122,9 +121,9 @@ def constant_costs(probe: ForwardProbe, **options: Any) -> tuple[float, tuple[fl
     return 1e-3, tuple(0.1 * drafts for drafts in range(1, min(probe.max_width, WIDTHS[-1])))
 
 
-def constant_drafter(seconds: Callable[[Job], float]) -> Callable[[Job, int], DraftSeconds]:
+def constant_drafter(seconds: Callable[[Job], float]) -> Callable[[Job, int], tuple[float, float, float]]:
     """A drafter that reads in no time, and drafts as fast in every context."""
-    return lambda job, longer: DraftSeconds(seconds(job), 0.0, 0.0)
+    return lambda job, longer: (seconds(job), 0.0, 0.0)
 
 
 def open_session(

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sampling.distill.progress import write_json
 from utils.bounds import MAX_SEED, RealRange, WholeRange
 from utils.config.arguments import device_flag, flag_type, seed_flag
 from utils.errors import UserError
+from utils.files import replacing
 
 PLAN_FILE = "plan.json"
 STEPS = WholeRange(1, 8)
@@ -85,10 +85,10 @@ def parse_options(argv: list[str] | None = None) -> Options:
     return _resumed(options) if options.resume else _checked(options)
 
 
-def save_plan(options: Options) -> None:
-    """Write the plan to the work folder."""
-    options.work.mkdir(parents=True, exist_ok=True)
-    write_json(options.work / PLAN_FILE, asdict(options.plan))
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON; an interruption leaves the old file in place."""
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode())
 
 
 def public_settings(plan: TrainingPlan) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +23,15 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sampling.distill.chat_script import Script
-from sampling.distill.loss import measure_acceptance, rates_of
-from sampling.distill.options import Options, public_settings, save_plan
-from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator
-from sampling.distill.progress import ProgressReporter, Report, TrainingProgress, advice, rate_text, rates_text
-from sampling.distill.students import (
-    create_student,
-    load_student,
-    load_target,
-    planned_layers,
-    save_student,
-    token_counts,
-)
-from sampling.distill.trainer import Trainer
+from sampling.distill import students
+from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
+from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
+from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.drafter_formats.eagle3_file import new_eagle3, usual_layers
 from utils.errors import UserError
+from utils.models import Reporter
 from utils.models.memory import free_bytes
 from utils.prompts.conversation import end_ids
 from utils.prompts.prompt_files import read_prompts
@@ -55,16 +48,63 @@ SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
 # Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
 # drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
 OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
+REPORT_SECONDS = 15.0
+LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
+PROGRESS_FILE = "progress.json"
+
+
+class ProgressReporter:
+    """Reports the progress of one task from time to time. done, total: tokens finished at the start and at the end."""
+
+    def __init__(self, report: Reporter, task: str, done: int, total: int) -> None:
+        self._report, self._task, self._done, self.total = report, task, done, total
+        # After a resume the speed counts only what this process has done.
+        self._initial, self._started = done, time.monotonic()
+        self._last_report = self._started
+
+    def advance(self, tokens: int, remark: str = "") -> None:
+        """Count `tokens` more, and report if the last report is long enough ago."""
+        self._done += tokens
+        now = time.monotonic()
+        if now - self._last_report > REPORT_SECONDS:
+            self._last_report, speed = now, (self._done - self._initial) / (now - self._started)
+            left = timedelta(seconds=round(max(0, self.total - self._done) / speed))
+            self._report(
+                f"{self._task}: {self._done:,} of {self.total:,} tokens, {speed:,.0f} tokens/s{remark}, {left} left"
+            )
+
+
+def rate_text(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def rates_text(rates: Rates) -> str:
+    """Acceptance rates by position, in one line."""
+    greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
+    return f"greedy acceptance {greedy}, at T = 1 {sampled}"
+
+
+def advice(rates: Rates, out: Path, target: str) -> list[str]:
+    """What to do with a finished drafter: how to load it, and whether it is worth that."""
+    lines = [f"load it with: infer.py --target {shlex.quote(target)} --drafter {shlex.quote(str(out))}"]
+    first = [values[0] for values in rates.values() if values[0] is not None]
+    if first and max(first) < LOW_ACCEPTANCE:
+        lines.append(
+            f"fewer than {LOW_ACCEPTANCE:.0%} of first drafts are accepted, so this drafter is unlikely to save time: "
+            f"generate more text (--tokens), train longer (--passes), or go on with --start {shlex.quote(str(out))}"
+        )
+    return lines
 
 
 class Distillation:
     """A loaded target and what to do with it."""
 
-    def __init__(self, options: Options, report: Report) -> None:
+    def __init__(self, options: Options, report: Reporter) -> None:
         plan = options.plan
         questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
-        self._target = load_target(plan.target, plan.device, report)
+        self._target = students.load_target(plan.target, plan.device, report)
         self._options, self._report = options, report
+        self._seconds = {"writing": 0.0, "training": 0.0}  # of generation and training so far
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
         self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
@@ -72,7 +112,7 @@ class Distillation:
             raise UserError(
                 f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
-        layers = planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
+        layers = students.planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
         self._generator = PageGenerator(model, script, layers, length=self._plan.length)
         self._pages = -(-plan.tokens // plan.page)  # of training text
         self._token_bytes = 2 * len(layers) * self._target.lm_head.shape[1]  # of a token's hidden states
@@ -83,24 +123,26 @@ class Distillation:
         """Generate, train and write. KeyboardInterrupt passes through; the work can then be resumed."""
         options, work, target = self._options, self._options.work, self._target
         self._check_budget()
-        save_plan(options)
+        work.mkdir(parents=True, exist_ok=True)
+        write_json(work / PLAN_FILE, asdict(options.plan))
         self._report(self._plan_text())
-        progress = TrainingProgress.load(work)
+        if (file := work / PROGRESS_FILE).is_file():
+            self._seconds |= json.loads(file.read_text(encoding="utf-8"))
         held_out, corpus = Corpus(work / "held-out"), Corpus(work / "pages")
         count = self._held_out_pages
         reporter = ProgressReporter(self._report, "generating held-out pages", 0, count * self._held_out_size)
         while len(held_out) < count:
             self._add_page(held_out, 0, self._held_out_size, reporter)
-        self._generate(corpus, progress)
+        self._generate(corpus)
         trainer = self._trainer(corpus)
-        self._train(trainer, held_out, progress)
-        save_student(trainer.student, options.out, target)
-        student = load_student(options.out, target)  # the stored weights are rounded
+        self._train(trainer, held_out)
+        students.save_student(trainer.student, options.out, target)
+        student = students.load_student(options.out, target)  # the stored weights are rounded
         counts = measure_acceptance(student, held_out, target.lm_head, self._plan.steps)
         rates = rates_of(counts.values())
         self._report(f"{options.out}: {rates_text(rates)}")
-        generated = int(token_counts(corpus, vocabulary_size(target.model)).sum())
-        card = self._card(counts, progress, generated, trainer.step)
+        generated = int(students.token_counts(corpus, vocabulary_size(target.model)).sum())
+        card = self._card(counts, generated, trainer.step)
         (options.out / "README.md").write_text("\n".join(card), encoding="utf-8")
         for line in advice(rates, options.out, options.plan.target):
             self._report(line)
@@ -161,66 +203,66 @@ class Distillation:
         seed = self._plan.seed * 100_000 + first_seed + len(corpus)
         corpus.add(self._generator.generate(seed, size, corpus, on_tokens=reporter.advance))
 
-    def _generate(self, corpus: Corpus, progress: TrainingProgress) -> None:
+    def _generate(self, corpus: Corpus) -> None:
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         page = self._plan.page
         reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)
         # At least one page, however short the time: training needs text.
-        while len(corpus) < self._pages and (progress.writing < limit or not len(corpus)):
+        while len(corpus) < self._pages and (self._seconds["writing"] < limit or not len(corpus)):
             started = time.monotonic()
             self._add_page(corpus, FIRST_TRAINING_SEED, page, reporter)
-            progress.writing += time.monotonic() - started
-            progress.save(self._options.work)
+            self._seconds["writing"] += time.monotonic() - started
+            write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _trainer(self, corpus: Corpus) -> Trainer:
-        student = create_student(self._target, corpus, self._plan)
+        student = students.create_student(self._target, corpus, self._plan)
         trainer = Trainer(student, corpus, self._target.lm_head, self._plan)
         with suppress(FileNotFoundError, SafetensorError):  # none yet, or an unreadable one: training begins anew
             trainer.load(self._options.work)
             self._report(f"resuming at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _train(self, trainer: Trainer, held_out: Corpus, progress: TrainingProgress) -> None:
+    def _train(self, trainer: Trainer, held_out: Corpus) -> None:
         step_tokens = self._plan.batch
-        earlier = progress.training
+        earlier = self._seconds["training"]
         saved = started = time.monotonic()
         reporter = ProgressReporter(self._report, "training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
             while trainer.step < trainer.total:
                 trainer.train_step()
                 now = time.monotonic()
-                progress.training = earlier + now - started
+                self._seconds["training"] = earlier + now - started
                 # Early, because the learning rate follows a cosine over the total number of steps.
                 if self._plan.hours and trainer.step == TIMED_STEPS:
-                    self._shorten(trainer, progress)
+                    self._shorten(trainer)
                     reporter.total = trainer.total * step_tokens
                 if now - saved > CHECKPOINT_SECONDS:
                     saved = now
-                    self._save_checkpoint(trainer, progress)
+                    self._save_checkpoint(trainer)
                     self._evaluate(trainer, held_out)
                 reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
             if trainer.is_consistent:  # otherwise the last checkpoint stays
-                self._save_checkpoint(trainer, progress)
+                self._save_checkpoint(trainer)
 
     def _evaluate(self, trainer: Trainer, held_out: Corpus) -> None:
         lm_head, steps = self._target.lm_head, self._plan.steps
         counts = measure_acceptance(trainer.student, held_out, lm_head, steps, tokens=EVALUATION_TOKENS)
         self._report(f"step {trainer.step} of {trainer.total}, held out: {rates_text(rates_of(counts.values()))}")
 
-    def _save_checkpoint(self, trainer: Trainer, progress: TrainingProgress) -> None:
+    def _save_checkpoint(self, trainer: Trainer) -> None:
         trainer.save(self._options.work)
-        progress.save(self._options.work)
+        write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
-    def _shorten(self, trainer: Trainer, progress: TrainingProgress) -> None:
+    def _shorten(self, trainer: Trainer) -> None:
         """Reduce the number of steps to what fits into the remaining time."""
-        seconds_left = self._plan.hours * 3600 - progress.writing - progress.training
-        steps_left = int(seconds_left / (progress.training / TIMED_STEPS))
+        seconds_left = self._plan.hours * 3600 - sum(self._seconds.values())
+        steps_left = int(seconds_left / (self._seconds["training"] / TIMED_STEPS))
         trainer.total = max(TIMED_STEPS, min(trainer.total, TIMED_STEPS + steps_left))
 
-    def _card(self, counts: dict[int, Tensor], progress: TrainingProgress, generated: int, steps: int) -> list[str]:
+    def _card(self, counts: dict[int, Tensor], generated: int, steps: int) -> list[str]:
         """The lines of the model card. generated: tokens by the target."""
-        plan, model = self._options.plan, self._target.model
+        plan, model, hours = self._options.plan, self._target.model, {k: v / 3600 for k, v in self._seconds.items()}
         return [
             f"# Drafter for {model.name_or_path}",
             "",
@@ -241,7 +283,7 @@ class Distillation:
             f"- Training: {steps:,} steps of {plan.batch} tokens in conversations of up to {plan.length}, unrolled "
             f"over {plan.steps} drafts, cross entropy to the target's distributions; Muon at {plan.rate}, AdamW at "
             f"{plan.rate_rest} for vectors and embeddings, cosine schedule.",
-            f"- Time: {progress.writing / 3600:.2f} h of generation, {progress.training / 3600:.2f} h of training.",
+            f"- Time: {hours['writing']:.2f} h of generation, {hours['training']:.2f} h of training.",
             f"- Machine: {_machine(model)}.",
             "",
             "Settings: `" + json.dumps(public_settings(plan)) + "`\n",

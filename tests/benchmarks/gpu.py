@@ -38,7 +38,7 @@ MODULES = (
     "utils.engine.cuda_graph",
     "utils.engine.engine",
     "utils.models.quantization",
-    "utils.models.gguf_blocks",
+    "utils.models.gguf_model",
     "utils.pairs.load_pair",
     "utils.repl.repl_session",
     "sampling",

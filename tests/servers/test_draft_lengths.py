@@ -22,7 +22,6 @@ from utils.commands.servers.load_figures import (
     load_rows,
     load_settings,
 )
-from utils.comparison.records import Finding
 from utils.decode.steps import FinishReason
 from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress
@@ -141,9 +140,8 @@ def cell(load: Load, draft: int, speeds: list[float]) -> LoadCell:
     return LoadCell(load, ADDRESS, len(speeds), draft=draft, slices=slices)
 
 
-def surface(*cells: LoadCell) -> list[Finding]:
-    rows = load_rows({(one.load, f"draft={one.draft}"): one for one in cells})
-    return [Finding((), row) for row in rows]
+def surface(*cells: LoadCell) -> list[dict[str, Any]]:
+    return [*load_rows({(one.load, f"draft={one.draft}"): one for one in cells})]
 
 
 ALONE, FOUR, MANY = Load(1), Load(4), Load(16)
@@ -156,12 +154,11 @@ def times(factor: float) -> list[float]:
 
 def test_a_winner_needs_an_interval_against_every_other_length() -> None:
     mixed = [10 * factor for factor in (1.6, 1.4, 1.6, 1.4, 1.5)]
-    findings = surface(cell(ALONE, 0, times(1.0)), cell(ALONE, 3, times(1.5)), cell(ALONE, 5, mixed))
-    rows = [finding.figures for finding in findings]
+    rows = surface(cell(ALONE, 0, times(1.0)), cell(ALONE, 3, times(1.5)), cell(ALONE, 5, mixed))
     assert not any(row["fastest"] for row in rows) and [row["draft"] for row in rows if row["advised"]] == [3]
-    assert conclusion(findings)[0].startswith("1 at once: no length is measurably faster than all others; draft=3 is")
-    findings = surface(cell(ALONE, 0, times(1.0)), cell(ALONE, 3, times(1.5)), cell(ALONE, 5, times(1.2)))
-    assert conclusion(findings)[0].startswith("1 at once: draft=3 is the fastest, 1.50x draft=0 (95 % interval")
+    assert conclusion(rows)[0].startswith("1 at once: no length is measurably faster than all others; draft=3 is")
+    rows = surface(cell(ALONE, 0, times(1.0)), cell(ALONE, 3, times(1.5)), cell(ALONE, 5, times(1.2)))
+    assert conclusion(rows)[0].startswith("1 at once: draft=3 is the fastest, 1.50x draft=0 (95 % interval")
     few = surface(cell(ALONE, 0, [10, 10]), cell(ALONE, 3, [15, 16]))
     assert (
         conclusion(few)[0] == "1 at once: too little was measured to tell; the highest is draft=3, about 1.5x draft=0."
@@ -172,10 +169,9 @@ def test_a_winner_needs_an_interval_against_every_other_length() -> None:
 def test_the_schedule_follows_the_loads() -> None:
     lengths = {ALONE: {0: 1.0, 3: 1.2, 5: 1.5}, FOUR: {0: 1.0, 3: 1.2, 5: 1.1}, MANY: {0: 1.0, 3: 0.8, 5: 0.6}}
     cells = [cell(load, draft, times(factor)) for load, own in lengths.items() for draft, factor in own.items()]
-    findings = surface(*cells)
-    schedule = draft_schedule([finding.figures for finding in findings])
-    assert schedule == ((1, 3, 5), (4, 15, 3), (16, 16, 0))
-    lines = load_settings(findings, Speculation("EAGLE-3", 9, "a"))
+    rows = surface(*cells)
+    assert draft_schedule(rows) == ((1, 3, 5), (4, 15, 3), (16, 16, 0))
+    lines = load_settings(rows, Speculation("EAGLE-3", 9, "a"))
     (vllm,) = (line.partition(": ")[2] for line in lines if line.startswith("vLLM: "))
     config = json.loads(shlex.split(vllm)[1])
     assert config["num_speculative_tokens"] == 5
@@ -185,13 +181,13 @@ def test_the_schedule_follows_the_loads() -> None:
 def test_a_length_without_an_accepted_draft_is_not_the_fastest() -> None:
     lucky = cell(ALONE, 3, times(1.5))
     lucky.slices = {turn: replace(one, acceptance=ServerAcceptance(9, 0)) for turn, one in lucky.slices.items()}
-    findings = surface(cell(ALONE, 0, times(1.0)), lucky, cell(ALONE, 5, times(1.2)))
-    assert [finding.figures["draft"] for finding in findings if finding.figures["fastest"]] == [5]
+    rows = surface(cell(ALONE, 0, times(1.0)), lucky, cell(ALONE, 5, times(1.2)))
+    assert [row["draft"] for row in rows if row["fastest"]] == [5]
 
 
 def test_a_load_without_advice_has_no_schedule() -> None:
     cells = [cell(load, draft, times(1 + draft)[:turns]) for load, turns in ((ALONE, 2), (FOUR, 5)) for draft in (0, 1)]
-    assert draft_schedule([finding.figures for finding in surface(*cells)]) == ()
+    assert draft_schedule(surface(*cells)) == ()
 
 
 def test_one_length_for_all_loads_needs_no_schedule_and_no_gain_no_settings() -> None:
@@ -203,5 +199,5 @@ def test_one_length_for_all_loads_needs_no_schedule_and_no_gain_no_settings() ->
     assert conclusion(loss)[0] == "1 at once: draft=0 is the fastest."
     rates = [Load(0.5, is_rate=True), Load(2, is_rate=True)]
     mixed = surface(*(cell(load, draft, times(1 + draft * load.value)) for load in rates for draft in (0, 1)))
-    assert all(row.figures["concurrency"] is None for row in mixed)
+    assert all(row["concurrency"] is None for row in mixed)
     assert '"num_speculative_tokens": 1' in str(load_settings(mixed, Speculation("EAGLE-3", 9, "a")))

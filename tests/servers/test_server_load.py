@@ -20,7 +20,6 @@ from utils.commands.servers.load_figures import (
     LoadCell,
     conclusion,
 )
-from utils.comparison.records import Finding
 from utils.comparison.speed_claims import speed_claim
 from utils.decode.steps import FinishReason
 from utils.repl.repl_session import ReplSession, Verdict
@@ -256,7 +255,7 @@ def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view
     assert part in " ".join("".join(view.take()).split()) and not plain.posts()
 
 
-def row(concurrency: int, ratios: list[float], /, **values: Any) -> Finding:
+def row(concurrency: int, ratios: list[float], /, **values: Any) -> dict[str, Any]:
     figures = {
         "server": "spec",
         "baseline": "plain",
@@ -276,7 +275,7 @@ def row(concurrency: int, ratios: list[float], /, **values: Any) -> Finding:
         "acceptance_unknown": [],
         "other_tokens": [None],
     }
-    return Finding((), figures | values)
+    return figures | values
 
 
 def test_conclusions_name_every_load_once() -> None:
@@ -365,7 +364,7 @@ def test_the_acceptance_of_one_turn_is_not_that_of_all() -> None:
     assert (row["drafted"], row["accepted"], row["accepted_by_position"]) == (16, 8, [[6, 8], [2, 8]])
     assert row["tokens_per_target_forward"] == 33 / (5 + 5 + 11)
     sentence = "spec, 2 at once: of drafts at position 1, 2, ... these shares were accepted: 0.75 0.25."
-    assert sentence in conclusion([Finding((), row)])
+    assert sentence in conclusion([row])
 
 
 def test_other_machines_are_not_compared_unless_they_are_equal() -> None:
@@ -374,10 +373,10 @@ def test_other_machines_are_not_compared_unless_they_are_equal() -> None:
     base.address = ServerAddress("plain", "http://192.0.2.1:1")
     ours.address = ServerAddress("spec", "http://192.0.2.2:1", baseline="plain")
     row = ours.figures(base)
-    assert row["speedups"] == [] and any("different hosts" in line for line in conclusion([Finding((), row)] * 2))
+    assert row["speedups"] == [] and any("different hosts" in line for line in conclusion([row] * 2))
     ours.address = replace(ours.address, same="plain")
     row = ours.figures(base)
-    assert row["speedups"] == [1.0] and not any("different hosts" in line for line in conclusion([Finding((), row)]))
+    assert row["speedups"] == [1.0] and not any("different hosts" in line for line in conclusion([row]))
 
 
 def test_percentiles_and_goodput() -> None:
@@ -388,7 +387,7 @@ def test_percentiles_and_goodput() -> None:
     assert row["token_seconds"] == pytest.approx([0.01, 0.01, 0.01]) and row["failed"] == 1
     assert row["request_seconds"][0] == pytest.approx(0.6, abs=0.011)
     assert (row["within_limits"], row["goodput"], row["limits"]) == (50, 5.0, "ttft=500ms and tpot=50ms")
-    assert "Goodput counts the requests a second with ttft=500ms and tpot=50ms." in conclusion([Finding((), row)])
+    assert "Goodput counts the requests a second with ttft=500ms and tpot=50ms." in conclusion([row])
 
 
 def test_prompts_of_a_file_arrive_at_random_times(

@@ -13,7 +13,7 @@ from servers.launches import fake_program, family, gone
 from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
-from utils.commands.servers.server_start import free_name
+from utils.commands.server import free_name
 from utils.models.embedded import EMBEDDED_HEAD
 from utils.repl.repl_session import ReplSession, Verdict
 from utils.servers.address import ServerAddress

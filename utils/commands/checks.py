@@ -20,11 +20,10 @@ from torch import Tensor
 
 from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
-from utils.comparison.strategies import Job, SharedPrefills, Strategy, is_greedy
-from utils.config.settings import setting_fields
+from utils.comparison.records import Countdown, Note, Progress, ReportEvent
+from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import fix_seeds
@@ -109,9 +108,6 @@ class _Audit:
 
     def events(self) -> Iterator[ReportEvent]:
         settings, enabled = self.job.settings, self.harness.enabled(self.job.settings)
-        size = count_of(len(self.job.prompt), "token")
-        prompt = f"the last prompt ({size})" if self.harness.last_local else f'"{OWN_PROMPT}"'
-        yield Progress(f"auditing {prompt} under {setting_fields()['processor'].show(settings)}, seed {settings.seed}")
         names = ", ".join(strategy.name for strategy in enabled)
         yield Progress(f"texts: {self.trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
         yield from self._text_events(enabled)
@@ -214,18 +210,18 @@ class _Audit:
         return session
 
 
-def _audited(pair: Pair, findings: Sequence[Finding]) -> list[str]:
-    rows = {row["mode"]: row for row in figures_of(findings)}
+def _audited(pair: Pair, rows: Sequence[Row]) -> list[str]:
+    modes = {row["mode"]: row for row in rows}
     where = f"{pair.dtype}, {pair.device}" + (f", {pair.quantize}" if pair.quantize != "none" else "")
     lines = []
-    if texts := rows.get("texts"):
+    if texts := modes.get("texts"):
         # If two equal runs differ, comparing different runs is meaningless, so no sentence follows.
         if texts["unique_outputs"] > 1:
             return [f"Not deterministic ({where}): equal runs gave different texts. No texts can be promised."]
         runs = f"{texts['trials']} runs of {count_of(texts['tokens'], 'token')} by each strategy gave equal texts."
         once = "There was one run of each strategy, and nothing to compare it with."
         lines.append(f"Deterministic ({where}): {runs}" if texts["trials"] > 1 else once)
-    return [*lines, *([_promise(rows["logits"], pair)] if "logits" in rows else [])]
+    return [*lines, *([_promise(modes["logits"], pair)] if "logits" in modes else [])]
 
 
 def _promise(row: Row, pair: Pair) -> str:
@@ -282,7 +278,7 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
     versions, countdown = _first_probs(job), Countdown()
     for index, strategy in enumerate(strategies):
         yield Progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
-        own = replace(job, prefills=SharedPrefills())  # a strategy keeps nothing of another one
+        own = replace(job, prefills={})  # a strategy keeps nothing of another one
         counts: Counter[int] = Counter()
         try:
             for draw in range(draws):
@@ -306,7 +302,7 @@ def _first_probs(job: Job) -> list[Tensor]:
     Strategies compute one or the other. They differ by rounding only, but that can move a token across the edge of a
     nucleus.
     """
-    job = replace(job, prefills=SharedPrefills())
+    job = replace(job, prefills={})
     session = job.session("target", rewinds=False)
     context = session.begin(job.prompt)
     room, most = session.room(context), job.settings.max_drafts
@@ -334,8 +330,7 @@ def _verdict(strategy: Strategy, result: Fit) -> str:
     return OTHER if not strategy.lossless else RARE if result.p_value >= IMPOSSIBLE else WRONG
 
 
-def conclusion(findings: Sequence[Finding]) -> list[str]:
-    rows = figures_of(findings)
+def conclusion(rows: Sequence[Row]) -> list[str]:
     lines = (MEANINGS[row["verdict"]].format(**row) for row in rows if row["verdict"] in MEANINGS)
     return [*dict.fromkeys(lines), *[P_VALUE] * any(row["p_value"] is not None for row in rows)]
 

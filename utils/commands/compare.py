@@ -13,19 +13,8 @@ from typing import Any
 
 from utils.commands.experiments.reruns import DIFFERENT, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.comparison.records import (
-    Countdown,
-    Finding,
-    RecordedRun,
-    ReportEvent,
-    RunMatch,
-    differences,
-    match,
-    problem_sentence,
-    read_records,
-    shortened,
-)
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.comparison import records
 from utils.errors import UserError
 from utils.metrics.intervals import UNCLEAR, speedup_interval
 from utils.metrics.results import difference_text, first_difference
@@ -53,7 +42,7 @@ def _text(row: Row) -> str:
 
 
 TABLE = ResultTable(
-    ResultColumn("prompt", lambda row: shortened(row["prompt"], SHOWN_PROMPT)),
+    ResultColumn("prompt", lambda row: records.shortened(row["prompt"], SHOWN_PROMPT)),
     figure("strategy", "strategy"),
     ResultColumn("runs", lambda row: " -> ".join(str(len(part)) for part in row["tokens_per_second"]), drop=1),
     ResultColumn(
@@ -66,7 +55,7 @@ TABLE = ResultTable(
 )
 
 
-def match_figures(found: RunMatch) -> dict[str, Any]:
+def match_figures(found: records.RunMatch) -> dict[str, Any]:
     """The figures of a match. Lists of two are [A, B]."""
     first, second = ([run.row for run in side] for side in (found.first, found.second))
     one, other = first[0], second[0]
@@ -104,18 +93,17 @@ class _Comparison:
 
     left_out: list[str]
     others: Counter[str]
-    matches: list[RunMatch] = field(default_factory=list)
+    matches: list[records.RunMatch] = field(default_factory=list)
 
-    def add(self, found: RunMatch) -> Finding:
+    def add(self, found: records.RunMatch) -> records.Finding:
         """The row of a further match. Rows beyond the first MAX_ROWS are only recorded."""
         self.matches.append(found)
         row = match_figures(found)
-        return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else Finding((), row)
+        return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else records.Finding((), row)
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
-        groups = grouped(figures_of(findings), "strategy")
-        lines = [line for name, rows in groups.items() for line in _verdict(name, rows)]
-        if (hidden := len(findings) - MAX_ROWS) > 0:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
+        lines = [line for name, own in grouped(rows, "strategy").items() for line in _verdict(name, own)]
+        if (hidden := len(rows) - MAX_ROWS) > 0:
             lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
         others = (f"{count_of(count, 'record')} of {name}." for name, count in self.others.items())
         if left := [*self.left_out, *others]:
@@ -123,9 +111,9 @@ class _Comparison:
             lines += [NOT_COMPARED, *left[:SHOWN_LINES], *more]
         if not self.matches:
             return lines
-        if found := differences(self.matches):
+        if found := records.differences(self.matches):
             return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
-        changed = any(row["same_text"] is False for row in figures_of(findings))
+        changed = any(row["same_text"] is False for row in rows)
         return [*lines, AT_OTHER_TIMES, SAME, *[UNEXPLAINED] * changed]
 
 
@@ -133,8 +121,8 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
     names = split_words(argument)
     if len(names) != 2:
         raise UserError(f"give two files, for example: {EXAMPLE}.")
-    first, second = (read_records(path_in(name, EXAMPLE)) for name in names)
-    matches, problems = match(first.runs, second.runs)
+    first, second = (records.read_records(path_in(name, EXAMPLE)) for name in names)
+    matches, problems = records.match(first.runs, second.runs)
     if not matches:
         raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
     comparison = _Comparison([*first.left_out, *second.left_out, *problems], first.others + second.others)
@@ -144,7 +132,7 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
 
 
 def _replay(argument: str, context: CommandContext) -> Outcome:
-    file = read_records(path_in(argument, "/replay runs.jsonl"))
+    file = records.read_records(path_in(argument, "/replay runs.jsonl"))
     comparison = _Comparison(file.left_out, file.others)
     files, events = f"A is {file.path}, B is the same run now", _replayed(comparison, file.runs, context)
     title = f"/replay: {files}"
@@ -152,10 +140,10 @@ def _replay(argument: str, context: CommandContext) -> Outcome:
 
 
 def _replayed(
-    comparison: _Comparison, recorded: Sequence[RecordedRun], context: CommandContext
-) -> Iterator[ReportEvent]:
+    comparison: _Comparison, recorded: Sequence[records.RecordedRun], context: CommandContext
+) -> Iterator[records.ReportEvent]:
     """Run all records again, as far as they can run here."""
-    countdown, problems = Countdown(), dict[str, list[int]]()
+    countdown, problems = records.Countdown(), dict[str, list[int]]()
     warm = set[tuple[str, ...]]()
     try:
         for index, past in enumerate(recorded):
@@ -168,7 +156,7 @@ def _replayed(
             else:
                 yield comparison.add(found)
     finally:
-        refused = [problem_sentence("A", lines, reason) for reason, lines in problems.items()]
+        refused = [records.problem_sentence("A", lines, reason) for reason, lines in problems.items()]
         comparison.left_out += refused
         if left := len(recorded) - len(comparison.matches) - sum(map(len, problems.values())):
             comparison.left_out.append(f"{left} of {len(recorded)} records were not reached.")

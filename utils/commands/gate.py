@@ -10,26 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, log
-from pathlib import Path
 from statistics import fmean, geometric_mean, variance
 from typing import Any
 
 from utils.bounds import GATE_REPEATS, MOST_REPEATS, TOLERANCE
 from utils.commands.experiments.reruns import DIFFERENT, KEPT_STORAGE, rerun
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of
-from utils.comparison.records import (
-    TASK,
-    Countdown,
-    Finding,
-    RecordedRun,
-    RecordsFile,
-    ReportEvent,
-    RunMatch,
-    differences,
-    problem_sentence,
-    read_records,
-)
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
+from utils.comparison import records
 from utils.comparison.speed_claims import MIN_VALUES, interval_text
 from utils.errors import UserError
 from utils.files import os_reason
@@ -42,9 +30,8 @@ SUMMARY = "GITHUB_STEP_SUMMARY"  # names the file to which GitHub Actions lets a
 PASSED, WORSE, UNDECIDED, REFERENCE = "passed", "worse", "not distinguishable", "reference"
 WORDS = {0: "passed", 1: "FAILED", 3: "not distinguishable"}
 SPEEDUP, SPEED = "speed-up over target-only", "tokens/s"
-NOT_GATED = "Not measured:"
 RECORD_MORE = "at least 5 recorded runs of a prompt, or 5 prompts, are needed: append more runs to the file"
-Passes = Sequence[Mapping[int, RecordedRun]]  # the runs of each pass, by the line of their record
+Passes = Sequence[Mapping[int, records.RecordedRun]]  # the runs of each pass, by the line of their record
 
 
 def _accepted(row: Row) -> str:
@@ -82,24 +69,23 @@ class _Evidence:
     target's run for each line, or nothing. In the lines of `repeatable` nothing differs that could change a text.
     """
 
-    past: Sequence[RecordedRun]
-    recorded: Mapping[int, RecordedRun]
+    past: Sequence[records.RecordedRun]
+    recorded: Mapping[int, records.RecordedRun]
     passes: Passes
     references: Mapping[int, int]
     repeatable: frozenset[int]
 
-    def value(self, runs: Mapping[int, RecordedRun], line: int) -> float:
+    def value(self, runs: Mapping[int, records.RecordedRun], line: int) -> float:
         """The speed-up of a run, or its tokens/s without a reference."""
         speed: float = runs[line].row["tokens_per_second"]
         return speed / (runs[self.references[line]].row["tokens_per_second"] if line in self.references else 1)
 
     def ratios(self) -> list[list[float]]:
         """Now over the record for each record of each prompt, averaged over the passes."""
-        groups: dict[Any, list[float]] = {}
-        for run in self.past:
-            now = geometric_mean(self.value(runs, run.line) for runs in self.passes)
-            groups.setdefault(run.request, []).append(now / self.value(self.recorded, run.line))
-        return [*groups.values()]
+        now = (geometric_mean(self.value(runs, run.line) for runs in self.passes) for run in self.past)
+        pairs = zip(self.past, now, strict=True)
+        found = records.gathered((run.request, new / self.value(self.recorded, run.line)) for run, new in pairs)
+        return [*found.values()]
 
     def figures(self, floor: float) -> dict[str, Any]:
         groups = self.ratios()
@@ -153,11 +139,9 @@ class _Evidence:
             return {"accepted": [None, None], "drafts": NOTHING}
         if all(_is_same(*pair) for pair in pairs):
             return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
-        groups: dict[Any, list[float]] = {}
-        for pair in counted:
-            # Half a draft more, so that a text without accepted drafts has a logarithm.
-            one, other = ((run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair)
-            groups.setdefault(pair[0].request, []).append(other / one)
+        # Half a draft more, so that a text without accepted drafts has a logarithm.
+        rates = [[(run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair] for pair in counted]
+        groups = records.gathered((pair[0].request, new / old) for pair, (old, new) in zip(counted, rates, strict=True))
         return {"accepted": shares, "drafts": verdict_of(_interval(groups.values()), floor)}
 
     def texts(self) -> dict[str, Any]:
@@ -184,21 +168,16 @@ def _interval(groups: Iterable[Sequence[float]]) -> Interval:
     return speedup_interval(known, these_prompts=min(map(len, known)) > 1)
 
 
-def _is_same(one: RecordedRun, other: RecordedRun) -> bool:
+def _is_same(one: records.RecordedRun, other: records.RecordedRun) -> bool:
     ours, theirs = (list(run.row.get("token_ids") or ()) for run in (one, other))
     return ours == theirs if ours and theirs else bool(one.row.get("text") == other.row.get("text"))
 
 
-def _is_repeatable(found: RunMatch) -> bool:
-    """Whether the text must be the record's: the engine is verified, and nothing is different."""
-    return bool(found.second[0].row["engine"].get("verified")) and not differences([found])
-
-
-def references(runs: Sequence[RecordedRun]) -> dict[int, int]:
+def references(runs: Sequence[records.RecordedRun]) -> dict[int, int]:
     """The line of the nearest run of the target with the same request for the lines of the other strategies. Those of
     a strategy are left out if one of its runs has none.
     """
-    names = ("chat", *TASK)
+    names = ("chat", *records.TASK)
     targets = [run for run in runs if run.row["strategy"] == TARGET]
     found, lacking = dict[int, int](), {TARGET}
     for run in runs:
@@ -214,12 +193,12 @@ def references(runs: Sequence[RecordedRun]) -> dict[int, int]:
 class _Gate:
     """The records that are gated, and what their passes have measured."""
 
-    file: RecordsFile
+    file: records.RecordsFile
     context: CommandContext
     percent: float
     repeats: int
-    passes: list[Mapping[int, RecordedRun]] = field(default_factory=list)
-    matches: list[RunMatch] = field(default_factory=list)
+    passes: list[Mapping[int, records.RecordedRun]] = field(default_factory=list)
+    matches: list[records.RunMatch] = field(default_factory=list)
     refused: dict[str, list[int]] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
 
@@ -227,28 +206,33 @@ class _Gate:
     def floor(self) -> float:
         return 1 - self.percent / 100
 
-    def events(self) -> Iterator[ReportEvent]:
+    def events(self) -> Iterator[records.ReportEvent]:
         self.file.runs, servers = (
             [run for run in self.file.runs if bool(run.row.get("server")) is wanted] for wanted in (False, True)
         )
         if servers:
             lines = [run.line for run in servers]
-            self.file.left_out.append(problem_sentence("A", lines, "only runs of strategies are measured, no servers."))
-        countdown, warm, rows = Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
+            self.file.left_out.append(
+                records.problem_sentence("A", lines, "only runs of strategies are measured, no servers.")
+            )
+        countdown, warm, rows = records.Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
         while len(self.passes) < self.repeats and (not rows or self._may_decide(rows)):
             yield from self._pass(countdown, warm)
             rows = self.rows()
-        findings = [TABLE.finding(row) for row in rows]
-        yield from findings
+        yield from map(TABLE.finding, rows)
         if path := os.environ.get(SUMMARY):
-            _append(Path(path), self.markdown(findings))
+            try:
+                with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(self.markdown(rows))
+            except OSError as error:
+                raise UserError(f"the summary {path} cannot be written: {os_reason(error)}.") from error
 
     def _may_decide(self, rows: Sequence[Row]) -> bool:
         return any(row["verdict"] == UNDECIDED and row["interval"] for row in rows) and self.status(rows) != 1
 
-    def _pass(self, countdown: Countdown, warm: set[tuple[str, ...]]) -> Iterator[ReportEvent]:
+    def _pass(self, countdown: records.Countdown, warm: set[tuple[str, ...]]) -> Iterator[records.ReportEvent]:
         """Run every record once. In the first pass those that cannot run are removed."""
-        number, runs, now = len(self.passes), self.file.runs, dict[int, RecordedRun]()
+        number, runs, now = len(self.passes), self.file.runs, dict[int, records.RecordedRun]()
         for index, past in enumerate(runs):
             where = f"repeat {number + 1} of at most {self.repeats}: {index + 1} of {len(runs)}"
             yield countdown.progress((number + index / len(runs)) / self.repeats, where)
@@ -271,7 +255,9 @@ class _Gate:
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each strategy."""
         recorded, known = {run.line: run for run in self.file.runs}, references(self.file.runs)
-        repeatable = frozenset(found.first[0].line for found in self.matches if _is_repeatable(found))
+        # The text must be the record's if the engine is verified, and nothing is different.
+        verified = [found for found in self.matches if found.second[0].row["engine"].get("verified")]
+        repeatable = frozenset(found.first[0].line for found in verified if not records.differences([found]))
         rows = []
         for name in dict.fromkeys(run.row["strategy"] for run in self.file.runs):
             own = [run for run in self.file.runs if run.row["strategy"] == name]
@@ -289,16 +275,15 @@ class _Gate:
         return 1 if WORSE in verdicts or self.refused else 3 if UNDECIDED in verdicts else 0
 
     def _problems(self) -> list[str]:
-        sentences = [problem_sentence("A", lines, reason) for reason, lines in self.refused.items()]
-        kept = [problem_sentence("A", sorted({*self.kept}), f"{KEPT_STORAGE}.")] if self.kept else []
+        sentences = [records.problem_sentence("A", lines, reason) for reason, lines in self.refused.items()]
+        kept = [records.problem_sentence("A", sorted({*self.kept}), f"{KEPT_STORAGE}.")] if self.kept else []
         return [*self.file.left_out, *sentences, *kept]
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         """What differs, what was not measured, and one line for CI."""
-        rows, problems = figures_of(findings), self._problems()
         lines = [f"{row['strategy']}: {row['more']}." for row in rows if row["more"]]
-        lines += [NOT_GATED, *problems] if problems else []
-        lines += [DIFFERENT, *found] if (found := differences(self.matches)) else []
+        lines += ["Not measured:", *problems] if (problems := self._problems()) else []
+        lines += [DIFFERENT, *found] if (found := records.differences(self.matches)) else []
         refused = sum(map(len, self.refused.values()))
         parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
         return [*lines, f"gate: {WORDS[self.status(rows)]} (tolerance {self.percent:g} %): {'; '.join(parts)}."]
@@ -314,26 +299,18 @@ class _Gate:
             text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
         return text
 
-    def markdown(self, findings: Sequence[Finding]) -> str:
-        *lines, last = self.conclusion(findings)
-        table = [TABLE.headings, ("---",) * len(TABLE.headings), *(finding.cells for finding in findings)]
-        rows = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
-        return "\n".join([f"**{last}**", "", *rows, "", *(f"- {line}" for line in lines), ""])
-
-
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"the summary {path} cannot be written: {os_reason(error)}.") from error
+    def markdown(self, rows: Sequence[Row]) -> str:
+        *lines, last = self.conclusion(rows)
+        table = [TABLE.headings, ("---",) * len(TABLE.headings), *(TABLE.finding(row).cells for row in rows)]
+        shown = [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in table]
+        return "\n".join([f"**{last}**", "", *shown, "", *(f"- {line}" for line in lines), ""])
 
 
 def _gate(argument: str, context: CommandContext) -> Outcome:
     match = re.fullmatch(r"(.*?)(?:\s+(\d\S*)%)?(?:\s+x(\d\S*))?", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
     name, percent, repeats = match.groups()
-    file = read_records(path_in(name, "/gate runs.jsonl"))
+    file = records.read_records(path_in(name, "/gate runs.jsonl"))
     gate = _Gate(
         file,
         context,
@@ -345,7 +322,7 @@ def _gate(argument: str, context: CommandContext) -> Outcome:
             *("gate", str(file.path), context.settings, gate.events()),
             conclude=gate.conclusion,
             title=f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}",
-            status=lambda findings: gate.status(figures_of(findings)),
+            status=gate.status,
         )
     ]
 

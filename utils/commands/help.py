@@ -11,7 +11,6 @@ from utils.commands.shared.registry import (
     CommandContext,
     CommandError,
     Outcome,
-    Registry,
     ShowRows,
 )
 from utils.errors import UserError, check_choice
@@ -89,10 +88,16 @@ EVERYTHING = "all"
 
 def _help(argument: str, context: CommandContext) -> Outcome:
     name = argument.removeprefix("/").lower()
+    visible = context.registry.visible()
     if not name:
-        return [ShowRows(_first_page(context.registry))]
+        others = sum(not command.rank for command in visible)
+        more = (
+            ("", f"/help {EVERYTHING}", f"{others} more commands"),
+            ("", "/help NAME", "a command or figure, with an example"),
+        )
+        return [ShowRows([*_listed(command for command in visible if command.rank), *more])]
     if name == EVERYTHING:
-        return [ShowRows(_listed(context.registry.visible()))]
+        return [ShowRows(_listed(visible))]
     try:
         command = context.registry.find(name)
     except UserError as error:
@@ -103,16 +108,6 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         command = context.registry.find(name.split()[0])  # such as "gamma auto"
     alias = [("alias", f"/{name} stands for /{ALIASES[name]}")] if name in ALIASES else []
     return [ShowRows([*alias, *_page(command, context)])]
-
-
-def _first_page(registry: Registry) -> list[tuple[str, ...]]:
-    visible = registry.visible()
-    others = sum(not command.rank for command in visible)
-    return [
-        *_listed(command for command in visible if command.rank),
-        ("", f"/help {EVERYTHING}", f"{others} more commands"),
-        ("", "/help NAME", "a command or figure, with an example"),
-    ]
 
 
 def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:

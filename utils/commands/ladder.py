@@ -6,62 +6,176 @@ and by the target alone. A part has the same end at all lengths, so that lengths
 
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pydoc_data.topics import topics
-from statistics import mean
-from typing import Any
+from statistics import mean, median
+from typing import Any, Self
 
-from utils.commands.experiments.context_causes import (
-    ACCEPTANCE,
-    DRAFTING,
-    FEWER,
-    VERIFYING,
-    cause_effects,
-    main_cause,
-    models_of,
-)
 from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_row, server_arms, texts, then_findings
 from utils.commands.experiments.races import with_bounds as bounds
 from utils.commands.experiments.speed_model import BY_POSITION, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
-from utils.comparison.arms import Arm, complete, request_maker
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.comparison import speed_claims as claims
+from utils.comparison.arms import Arm, Run, complete, request_maker
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
-from utils.comparison.speed_claims import (
-    BASELINE,
-    FASTER,
-    MIN_VALUES,
-    TOO_FEW,
-    interval_text,
-    server_notes,
-    speedup_text,
-)
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, context_length
 from utils.errors import UserError
 from utils.files import read_text
+from utils.metrics.intervals import speedup_interval
+from utils.metrics.results import Generation
 from utils.models.memory import free_bytes
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt
 from utils.servers.connection import Connection
 from utils.text import byte_size, encodable
 
+
+@dataclass(frozen=True, slots=True)
+class RoundModel:
+    """The figures of the rounds of one run; times are in decode steps of its baseline's run.
+
+    `rates` has for each position the share of rounds with a draft there, of those that accepted all drafts before it,
+    and its acceptance. `drafts` is the number of drafts per round, `width` that of the median round with drafts.
+    `verify` and `draft` are the extra time of a verify pass and the time of drafting, per draft. `reading` is the time
+    in which the drafter reads the prompt, per new token, and `other` the rest of a round. Of servers, `verify` is all
+    extra time.
+    """
+
+    rates: tuple[tuple[float, float], ...]
+    drafts: float
+    width: float
+    verify: float
+    draft: float = 0.0
+    reading: float = 0.0
+    other: float = 0.0
+
+    @classmethod
+    def of(cls, ours: Run, theirs: Run) -> Self | None:
+        """The figures of a run beside its baseline's, or None if they are not known."""
+        passes, speeds = ours.target_forwards or ours.rounds, [one.decode_tokens_per_second for one in (ours, theirs)]
+        if ours.drafted is None or ours.accepted is None or not passes or not ours.new_tokens:
+            return None
+        pairs, drafts = ours.accepted_by_position or ((ours.accepted, ours.drafted),), ours.drafted / passes
+        before = [passes, *(kept for kept, _ in pairs)]
+        found = zip(before, pairs, strict=False)
+        rates = tuple((tried / left, kept / tried) for left, (kept, tried) in found if tried and left)
+        if ours.generation is not None and theirs.generation is not None:
+            costs = _local_costs(ours.generation, theirs.generation)
+            return None if costs is None else cls(rates, drafts, **costs)
+        if speeds[0] is None or speeds[1] is None:
+            return None
+        extra = ours.new_tokens / passes * speeds[1] / speeds[0] - 1
+        return cls(rates, drafts, drafts, extra / drafts) if drafts else cls(rates, 0, 0, 0, other=extra)
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up of decoding that follows from these figures."""
+        tokens = chance = 1.0
+        for share, accepted in self.rates:
+            chance *= share * accepted
+            tokens += chance
+        spent = 1 + self.drafts * (self.verify + self.draft) + self.other
+        return 1 / (max(spent, 1e-3) / tokens + self.reading)
+
+    def rates_with(self, other: Self) -> tuple[tuple[float, float], ...]:
+        """The rates with the acceptance of another run. Positions that it never tried get that of its last one."""
+        known = [accepted for _, accepted in other.rates or self.rates]
+        return tuple((share, known[min(place, len(known) - 1)]) for place, (share, _) in enumerate(self.rates))
+
+
+def _local_costs(ours: Generation, theirs: Generation) -> dict[str, float] | None:
+    """Measured without the first round, in which the target reads the prompt, and without the round that took longest
+    to draft, in which the drafter does. Forward passes are medians, because a busy machine delays some of them.
+    """
+    rounds = [(timing, len(step.drafted)) for step, timing in zip(ours.steps, ours.timings, strict=False)]
+    steps = [timing.total for timing in theirs.timings[1:]]
+    if len(rounds) < 3 or not steps or not (step := median(steps)):
+        return None
+    longest = max(rounds, key=lambda one: one[0].drafting)
+    later = [one for one in rounds[1:] if one is not longest]
+    drafting = [one for one in later if one[1]]
+    width, drafts = median([count for _, count in drafting] or [0]), sum(count for _, count in drafting)
+    reading = longest[0].drafting - median(timing.drafting for timing, _ in later)
+    return {
+        "width": width,
+        "verify": (median(one.verifying for one, _ in drafting) / step - 1) / width if drafts else 0.0,
+        "draft": sum(one.drafting for one, _ in drafting) / step / drafts if drafts else 0.0,
+        "reading": max(0.0, reading) / step / len(ours.tokens),
+        "other": sum(one.other + one.drafting * (not count) for one, count in later) / step / len(later),
+    }
+
+
+ACCEPTANCE, VERIFYING, DRAFTING, FEWER = "acceptance", "verifying", "drafting", "fewer drafts"
+# What would the speed-up of decoding be in the short context if only these figures were those of the long one? The
+# target's own reading of the prompt is not part of it, because drafts cannot shorten it. Without drafts in the long
+# context, their acceptance and costs are not known.
+SWAPS: dict[str, Callable[[RoundModel, RoundModel], RoundModel]] = {
+    ACCEPTANCE: lambda short, long: replace(short, rates=short.rates_with(long)),
+    VERIFYING: lambda short, long: replace(short, verify=long.verify) if long.width else short,
+    DRAFTING: lambda short, long: replace(short, draft=long.draft, reading=long.reading) if long.width else short,
+    FEWER: lambda short, long: replace(short, rates=long.rates_with(short), drafts=long.drafts),
+}
+
+
+def models_of(results: Sequence[RaceResult]) -> dict[tuple[int, int], RoundModel]:
+    """The known models of an arm's runs by text and repeat."""
+    models = {(one.item.number, one.repeat): RoundModel.of(one.ours[0], one.theirs[0]) for one in results if one.theirs}
+    return {key: model for key, model in models.items() if model is not None}
+
+
+def cause_effects(short: Sequence[RaceResult], long: Sequence[RaceResult]) -> dict[str, Any]:
+    """By cause, the `factor` by which it alone changes the speed-up of decoding from the short to the long context, and
+    its 95 % `interval` over the texts, which are the same in both. Empty where the figures are not known.
+    """
+    before, after, effects = models_of(short), models_of(long), {}
+    for name, swap in SWAPS.items():
+        groups: dict[int, list[float]] = {}
+        for key in before.keys() & after.keys():
+            groups.setdefault(key[0], []).append(swap(before[key], after[key]).speedup / before[key].speedup)
+        if groups:
+            found = speedup_interval([sorted(group) for _, group in sorted(groups.items())])
+            effects[name] = {
+                "factor": found.estimate,
+                "interval": [found.low, found.high] if found.is_bounded else None,
+            }
+    return effects
+
+
+def lowers(effect: Row | None) -> bool:
+    """Whether a cause lowers the speed-up: noticeably, and with the whole interval below 1."""
+    return bool(
+        effect and effect["interval"] and effect["interval"][1] < 1 and effect["factor"] <= 1 - claims.NOTICEABLE
+    )
+
+
+def main_cause(rows: Sequence[Row]) -> tuple[str, Row] | None:
+    """The cause that lowers the speed-up most in the longest context, and the row of the longest context in which it is
+    not distinguishable. None if there is no such cause. `rows` are those of one arm by context.
+
+    Tests from the longest context to shorter ones, until one is not distinguishable, keep the error of a single test.
+    """
+    causes = {name: effect for name, effect in rows[-1]["causes"].items() if lowers(effect)}
+    if not causes:
+        return None
+    name = min(causes, key=lambda cause: float(causes[cause]["factor"]))
+    return name, next(row for row in reversed(rows) if not lowers(row["causes"].get(name)))
+
+
 DEFAULT = (512, 2048, 8192)
 K = 1024
-TEXTS = MIN_VALUES  # parts of the text; fewer are repeated
+TEXTS = claims.MIN_VALUES  # parts of the text; fewer are repeated
 QUESTION = "\n\nSummarize the text above in five sentences."
 CHARACTERS = 4  # per token, roughly
 AIM, LEAST, TRIES = 0.985, 0.95, 12  # a prompt is cut to this share of its tokens, and has at least that share
 SPARE = 1.25  # parts of the text are longer than the first one needs to be, because others may have longer tokens
 PREFILL_SHARE = 0.5  # from this share of the time on, reading the prompt is mentioned
 NO_DRAFTS = "a strategy that drafts is needed: turn one on, for example with /speculative on."
-NO_SERVER = "a server with a baseline is needed: /server add NAME URL baseline=NAME."
-NO_ROOM = "The question and {} new tokens (/length) leave no room for a text."
 ONE_TEXT = f"The intervals are over repeats of one text. A file with room for {TEXTS} parts gives {TEXTS} texts."
-DRAFTER_CONTEXT = "The drafter has a context length of {:,}, so it drafts nothing in longer contexts."
 PREFILL = "Of the time of the baseline, reading the prompt takes {}, and drafts do not shorten it."
 
 
@@ -91,7 +205,7 @@ def _ladder(argument: str, context: CommandContext) -> Outcome:
         both = [one for one in harness.state.servers if one.address.name in names]
         ladders.append(_Ladder(harness, settings, server_arms(harness, both), both[0]))
     if not ladders:
-        raise UserError(NO_SERVER)
+        raise UserError("a server with a baseline is needed: /server add NAME URL baseline=NAME.")
     return [ladder.report(f"/ladder {argument}".strip(), text, lengths) for ladder in ladders]
 
 
@@ -110,8 +224,8 @@ class _Ladder:
         table = ladder_table(servers=self._server is not None)
         return table.report(
             *("server_ladder" if self._server else "ladder", title, self._settings),
-            then_findings(self._events(text, lengths), lambda: map(_finding_of(table), self._rows())),
-            conclude=lambda findings: conclusion(figures_of(findings)),
+            then_findings(self._events(text, lengths), lambda: self._findings(table)),
+            conclude=conclusion,
             title=title + ", on servers" * bool(self._server),
         )
 
@@ -125,11 +239,11 @@ class _Ladder:
             lengths = [length for length in DEFAULT if length <= most] or [most // 2, most]
         items = yield from self._items(text, lengths)
         repeats = -(-TEXTS * len(self._lengths) // len(items))
-        self._race = ArmRace(self._harness, items, repeats, weight=lambda item: len(item.prompt.text))
+        self._race = ArmRace(self._harness, items, repeats)
         yield from map(Note, [ONE_TEXT] * (repeats == TEXTS))
         yield Note(self._estimate(items, repeats))
         if limits[1:] and limits[1] is not None and limits[1] < self._lengths[-1]:
-            yield Note(DRAFTER_CONTEXT.format(limits[1]))
+            yield Note(f"The drafter has a context length of {limits[1]:,}, so it drafts nothing in longer contexts.")
         yield from self._race.events()
 
     def _items(self, text: str, lengths: Sequence[int]) -> Generator[Note, None, list[RaceItem]]:
@@ -169,7 +283,7 @@ class _Ladder:
         """The end of the text with the question, as long as a prompt in a context of this many tokens may be."""
         most = length - self._settings.length
         if most <= 2 * self._tokens(QUESTION):
-            raise UserError(NO_ROOM.format(self._settings.length))
+            raise UserError(f"The question and {self._settings.length} new tokens (/length) leave no room for a text.")
         size = CHARACTERS * most
         for _ in range(TRIES):
             prompt = text[-size:] + QUESTION
@@ -212,8 +326,8 @@ class _Ladder:
         about = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} minutes"
         return f"{what}: about {about}, and up to {byte_size(self._bytes(self._lengths[-1]))} for keys and values."
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        """The figures of every arm at every length."""
+    def _findings(self, table: ResultTable) -> Iterator[Finding]:
+        """The figures of every arm at every length. Those of baselines are recorded and not shown."""
         for arm in self._arms:
             shortest: list[RaceResult] = []
             for length in self._lengths:
@@ -221,7 +335,8 @@ class _Ladder:
                 if chosen := [one for one in results if one.item.group == _name(length)]:
                     causes = cause_effects(shortest, chosen) if shortest else {}
                     shortest = shortest or chosen
-                    yield race_row(_name(length), chosen) | {"context": length, "causes": causes} | _figures(chosen)
+                    row = race_row(_name(length), chosen) | {"context": length, "causes": causes} | _figures(chosen)
+                    yield Finding((), row) if _is_baseline(row) else table.finding(row)
 
 
 def _figures(results: Sequence[RaceResult]) -> dict[str, Any]:
@@ -254,18 +369,13 @@ def ladder_table(*, servers: bool) -> ResultTable:
         replace(BY_POSITION, drop=1),
         *([] if servers else [figure("draft cost", "draft_cost", "{:.3f}")]),
         figure("round cost" if servers else "verify cost", "verify_cost", "{:.2f}"),
-        ResultColumn("speed-up", speedup_text),
-        ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
+        ResultColumn("speed-up", claims.speedup_text),
+        ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"])),
     )
 
 
-def _finding_of(table: ResultTable) -> Callable[[dict[str, Any]], Finding]:
-    # The rows of baselines are recorded and not shown.
-    return lambda row: Finding((), row) if _is_baseline(row) else table.finding(row)
-
-
 def _is_baseline(row: Row) -> bool:
-    return row["verdict"] == BASELINE or row.get("baseline", "") is None
+    return row["verdict"] == claims.BASELINE or row.get("baseline", "") is None
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
@@ -276,7 +386,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
         lines.append(PREFILL.format(" and ".join(_at(row, f"{row['prefill_share']:.0%}") for row in _ends(arms[0]))))
     lines += [_at(row, f"{row['strategy']}: {texts(row)}") + "." for row in rows if row["other_texts_at_prompts"]]
     servers = (row for row in rows if "baseline" in row)
-    return [*lines, *dict.fromkeys(note for row in servers for note in server_notes(row["strategy"], row))]
+    return [*lines, *dict.fromkeys(note for row in servers for note in claims.server_notes(row["strategy"], row))]
 
 
 def _at(row: Row, what: str) -> str:
@@ -290,7 +400,7 @@ def _ends(arm: Sequence[Row]) -> Sequence[Row]:
 
 def _pays(arm: Sequence[Row]) -> str:
     """The contexts in which an arm is faster, and the speed-up at the last of them and at the next one."""
-    faster, shown = [row for row in arm if row["verdict"] == FASTER], arm
+    faster, shown = [row for row in arm if row["verdict"] == claims.FASTER], arm
     names = ", ".join(_name(row["context"]) for row in faster)
     if not faster:
         head, shown = "is not measurably faster in any context", _ends(arm)
@@ -298,7 +408,7 @@ def _pays(arm: Sequence[Row]) -> str:
         head, shown = f"pays up to {_name(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
     else:
         head = f"is faster only at {names} tokens"
-    few = {TOO_FEW: "too few runs to tell"}
+    few = {claims.TOO_FEW: "too few runs to tell"}
     speeds = (
         f"{_at(row, bounds(row) if row['speedup'] else NOTHING)}, {few.get(row['verdict'], row['verdict'])}"
         for row in shown

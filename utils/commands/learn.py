@@ -67,12 +67,8 @@ CANNOT = (
     "only drafters of the kind EAGLE-3 learn, such as the embedded head: not other models, layers of the target, "
     "blocks (DFlash, P-EAGLE), MTP layers or Gemma's assistants."
 )
-NO_TRAINING = "nothing is being learned: /learn begins."
-RUNNING = "a drafter is learning already: /learn wait races it, /learn stop ends it."
 KEPT_APART = "prompts kept apart"
 WARM_UP = "Hello"
-KEEPS = "/ngram keep was turned on, so that they are used"
-PLAIN_TEXT = "the target answers in its chat template, and /chat is off: turn it on first."
 
 
 def _learn(argument: str, context: CommandContext) -> Outcome:
@@ -82,14 +78,14 @@ def _learn(argument: str, context: CommandContext) -> Outcome:
         return _learn_ngrams(rest.strip(), context)
     if argument in (WAIT, STOP):
         if training is None:
-            raise UserError(NO_TRAINING)
+            raise UserError("nothing is being learned: /learn begins.")
         if argument == STOP:
             return [UseTraining(None), Reply("the training was ended; the drafter is as before")]
         return [drafter_race(context.harness, context.settings)]
     if training is not None and not argument:
         return [Reply(training.state)]
     if training is not None:
-        raise UserError(RUNNING)
+        raise UserError("a drafter is learning already: /learn wait races it, /learn stop ends it.")
     return _start(argument, context)
 
 
@@ -100,7 +96,7 @@ def _start(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     folder = _folder_of(harness.pair)
     if settings.chat_template and not settings.uses_chat:
-        raise UserError(PLAIN_TEXT)
+        raise UserError("the target answers in its chat template, and /chat is off: turn it on first.")
     texts = (prompt.text for prompt in read_prompts(parse_path(file))) if file else harness.state.prompts
     prompts = [Prompt(text) for text in dict.fromkeys(texts)]
     if (missing := FEWEST - len(prompts)) > 0:
@@ -184,7 +180,7 @@ class _Race:
         return table.report(
             *("learn", KEPT_APART, self.settings),
             then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            conclude=lambda findings: [self._conclusion()],
+            conclude=lambda rows: [self._conclusion()],
             title=f"/learn: {count_of(len(prompts), 'prompt')} kept apart",
         )
 
@@ -264,7 +260,7 @@ def _learn_ngrams(argument: str, context: CommandContext) -> Outcome:
     full = "; the storage is full, /ngram limit allows more" if len(storage) >= storage.limit else ""
     learned = f"{count_of(len(storage), 'n-gram')} from {read} of {count_of(len(files), 'file')}{full}"
     # As after /ngram load.
-    kept = f"; {KEEPS}" if settings.reset_in_between else ""
+    kept = f"; {'/ngram keep was turned on, so that they are used'}" if settings.reset_in_between else ""
     return [ChangeSettings(replace(settings, reset_in_between=False)), storage, Reply(f"{learned}{kept}")]
 
 

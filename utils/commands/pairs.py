@@ -12,36 +12,13 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome, Rep
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Note, Progress, ReportEvent
 from utils.config.settings import Settings
 from utils.decode.model_info import context_length
 from utils.errors import UserError, check_choice
-from utils.metrics.draft_causes import (
-    GREEDY,
-    LONG,
-    SAMPLED,
-    TEMPLATE,
-    Contrast,
-    Counts,
-    DraftCause,
-    Probe,
-    contrasts,
-    diagnose,
-    rate,
-)
+from utils.metrics import draft_causes as causes
 from utils.models.feature_drafter import FeatureDrafter
-from utils.pairs.doctor import (
-    DEPTH,
-    LITTLE,
-    OWN_PROMPT,
-    TEXT_TOKENS,
-    Examination,
-    Reading,
-    examine,
-    other_readings,
-    own_text,
-    use,
-)
+from utils.pairs import doctor
 from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, parse_request
 
 LIST, DOCTOR = "list", "doctor"
@@ -81,14 +58,14 @@ def _doctor(context: CommandContext) -> Outcome:
     drafter = harness.pair.drafter
     if drafter is None or harness.pair.drafter_tokenizer is not None:
         raise UserError("/pair doctor examines a drafter with the target's tokenizer, and none is loaded.")
-    causes = LocalCauses(harness, settings)
-    subject, title = (OWN_PROMPT, settings), f"/pair doctor: {name}"
-    last = CAUSES.report("drafter doctor", *subject, causes.events(), conclude=causes.conclusion, title=title)
+    local = LocalCauses(harness, settings)
+    subject, title = (doctor.OWN_PROMPT, settings), f"/pair doctor: {name}"
+    last = CAUSES.report("drafter doctor", *subject, local.events(), conclude=local.conclusion, title=title)
     if not isinstance(drafter, FeatureDrafter):
         return [last]
-    done: list[Examination] = []
+    done: list[doctor.Examination] = []
 
-    def conclusion(_: Sequence[Finding]) -> list[str]:
+    def conclusion(_: Sequence[Row]) -> list[str]:
         # Empty if it was interrupted.
         return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
 
@@ -102,8 +79,8 @@ class LocalCauses:
 
     harness: Harness
     settings: Settings
-    probes: list[Probe] = field(default_factory=list)
-    found: list[Contrast] = field(default_factory=list)
+    probes: list[causes.Probe] = field(default_factory=list)
+    found: list[causes.Contrast] = field(default_factory=list)
 
     def events(self) -> Iterator[ReportEvent]:
         pair = self.harness.pair
@@ -111,18 +88,18 @@ class LocalCauses:
         if not prompts:
             raise UserError("the built-in prompts are longer than the target's context length.")
         size = min(LONG_TOKENS, (context_length(pair.target) or LONG_TOKENS) // 2)
-        kinds = {GREEDY: prompts, SAMPLED: prompts, LONG: long_prompts(prompts, size, self._size)}
+        kinds = {causes.GREEDY: prompts, causes.SAMPLED: prompts, causes.LONG: long_prompts(prompts, size, self._size)}
         if self.settings.uses_chat:
-            kinds[TEMPLATE] = prompts
+            kinds[causes.TEMPLATE] = prompts
         for kind, texts in kinds.items():
-            settings = replace(self.settings, chat=False) if kind == TEMPLATE else self.settings
-            measured, countdown = list[Counts](), Countdown()
+            settings = replace(self.settings, chat=False) if kind == causes.TEMPLATE else self.settings
+            measured, countdown = list[causes.Counts](), Countdown()
             for place, text in enumerate(texts):
                 yield from countdown.at(place / len(texts), f"{kind} texts: {place} of {len(texts)}")
                 # A place without counts keeps the places of the others, because prompts are compared across kinds.
                 measured.append(self._counts(kind, text, settings) if self._fits(text) else ())
-            self.probes.append(Probe(kind, measured, self._expected(kind, measured)))
-        self.found = contrasts(self.probes)
+            self.probes.append(causes.Probe(kind, measured, self._expected(kind, measured)))
+        self.found = causes.contrasts(self.probes)
         yield from (CAUSES.finding(row_of(one)) for one in self.found)
 
     def _fits(self, text: str) -> bool:
@@ -131,47 +108,47 @@ class LocalCauses:
     def _size(self, text: str) -> int:
         return len(self.harness.prompt_ids(text, self.settings))
 
-    def _counts(self, kind: str, text: str, settings: Settings) -> Counts:
+    def _counts(self, kind: str, text: str, settings: Settings) -> causes.Counts:
         """The drafts along the target's own answer."""
         pair, prompt = self.harness.pair, self.harness.prompt_ids(text, settings)
-        temperature = (settings.processor.effective_temperature or 1.0) if kind == SAMPLED else 0.0
-        answer = own_text(pair.target, prompt, CAUSE_TOKENS, lambda line: None, temperature=temperature)
+        temperature = (settings.processor.effective_temperature or 1.0) if kind == causes.SAMPLED else 0.0
+        answer = doctor.own_text(pair.target, prompt, CAUSE_TOKENS, lambda line: None, temperature=temperature)
         job = self.harness.job(prompt, settings)
         read = read_text(job, answer[len(prompt) :], pair.feature_layers)
         return expected_drafts(job, read, temperature, settings.max_drafts)[0]
 
-    def _expected(self, kind: str, measured: Sequence[Counts]) -> list[Counts]:
+    def _expected(self, kind: str, measured: Sequence[causes.Counts]) -> list[causes.Counts]:
         """The least that is expected: LITTLE of the first drafts, and otherwise half of the draft before it, or half of
         what is accepted in greedy texts.
         """
-        simple = measured if kind == GREEDY else self.probes[0].measured
-        rates = [rate(simple, place) or 0.0 for place in range(self.settings.max_drafts)]
-        if kind == GREEDY:
-            rates.insert(0, 2 * LITTLE)
+        simple = measured if kind == causes.GREEDY else self.probes[0].measured
+        rates = [causes.rate(simple, place) or 0.0 for place in range(self.settings.max_drafts)]
+        if kind == causes.GREEDY:
+            rates.insert(0, 2 * doctor.LITTLE)
         return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         if not self.found:
             return [] if not self.probes else [NO_DRAFTS]
-        cause, shown = diagnose(self.probes, self.found)
-        if cause is DraftCause.UNCLEAR or shown is None:
+        cause, shown = causes.diagnose(self.probes, self.found)
+        if cause is causes.DraftCause.UNCLEAR or shown is None:
             return [unclear(shown, len(self.probes[0].measured)), checked(self.found)]
         return [sentence(cause, shown), LEAST, checked(self.found)]
 
 
 def _examined(
-    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[Examination]
+    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[doctor.Examination]
 ) -> Iterator[ReportEvent]:
     """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
-    pair, prompt = harness.pair, harness.prompt_ids(OWN_PROMPT, settings)
-    yield Progress(f"generating {TEXT_TOKENS} tokens of the target ...")
-    text = own_text(pair.target, prompt, TEXT_TOKENS, pair.engine.report)
-    found = examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
-    if not other_readings(drafter):
+    pair, prompt = harness.pair, harness.prompt_ids(doctor.OWN_PROMPT, settings)
+    yield Progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
+    text = doctor.own_text(pair.target, prompt, doctor.TEXT_TOKENS, pair.engine.report)
+    found = doctor.examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
+    if not doctor.other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
     if found.better is not None:
-        use(pair, found.used.conventions)
+        doctor.use(pair, found.used.conventions)
     done.append(found)
     for reading in found.readings:
         yield TABLE.finding(_figures(reading, found))
@@ -184,11 +161,11 @@ def _agreement(row: Row, place: int) -> str:
 
 TABLE = ResultTable(
     ResultColumn("reading", lambda row: row["reading"] or "as it is read now"),
-    *(ResultColumn(f"draft {place + 1}", partial(_agreement, place=place)) for place in range(DEPTH)),
+    *(ResultColumn(f"draft {place + 1}", partial(_agreement, place=place)) for place in range(doctor.DEPTH)),
 )
 
 
-def _figures(reading: Reading, found: Examination) -> dict[str, object]:
+def _figures(reading: doctor.Reading, found: doctor.Examination) -> dict[str, object]:
     return {
         "reading": reading.name,
         **asdict(reading.conventions),

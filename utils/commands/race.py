@@ -10,37 +10,12 @@ from statistics import mean
 from typing import Any
 
 from utils.bounds import WholeRange
-from utils.commands.experiments.races import (
-    NO_RIVAL,
-    NO_TARGET,
-    RANGE,
-    REPEATS,
-    ArmRace,
-    RaceItem,
-    best_of_each,
-    local_arms,
-    race_conclusion,
-    race_row,
-    race_rows,
-    race_table,
-    requested,
-    server_arms,
-    spread,
-    then_findings,
-)
+from utils.commands.experiments import races
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, figures_of, grouped
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
-from utils.comparison.speed_claims import (
-    BASELINE,
-    FASTER,
-    MIN_VALUES,
-    claim_text,
-    interval_text,
-    speed_claim,
-    speedup_text,
-)
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.errors import UserError, check_choice
@@ -61,7 +36,7 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     repeats = WholeRange(1, MAX_REPEATS).parse(number) if number else None
     limit = last if first is None else first
     if not file.strip() and limit is None:
-        return list(_last_reports(repeats or REPEATS, context))
+        return list(_last_reports(repeats or races.REPEATS, context))
     try:
         most = None if limit is None else WholeRange(1).parse(limit)
     except UserError as error:
@@ -75,10 +50,12 @@ def _last_reports(repeats: int, context: CommandContext) -> Iterator[Report]:
     on_servers = harness.state.servers and last is not None and any(arm.strategy is None for arm, _ in last.planned)
     if not on_servers or (last is not None and last.is_local and harness.runs_locally(settings)):
         last = harness.last()  # raises UserError if no local strategy ran it
-        item = RaceItem(1, Prompt(last.text), ALL_TASKS, settings, local_arms(harness, settings), last.job.history)
+        arms = races.local_arms(harness, settings)
+        item = races.RaceItem(1, Prompt(last.text), ALL_TASKS, settings, arms, last.job.history)
         yield _report("race", [item], repeats, context, subject=last.text)
     if last is not None and on_servers:
-        item = RaceItem(1, Prompt(last.text), ALL_TASKS, settings, server_arms(harness, list(harness.state.servers)))
+        arms = races.server_arms(harness, list(harness.state.servers))
+        item = races.RaceItem(1, Prompt(last.text), ALL_TASKS, settings, arms)
         yield _report(ON_SERVERS, [item], repeats, context, subject=last.text)
 
 
@@ -92,20 +69,18 @@ def _file_reports(file: str, repeats: int, limit: int | None, context: CommandCo
     title = f"/race {repeats} {path}{limits}: {part}{count_of(len(prompts), 'prompt')}"
     kinds: list[tuple[str, list[Arm]]] = []
     if not harness.state.servers or harness.runs_locally(settings):
-        kinds.append(("suite", local_arms(harness, settings)))
+        kinds.append(("suite", races.local_arms(harness, settings)))
     if harness.state.servers:
-        kinds.append((ON_SERVERS, server_arms(harness, list(harness.state.servers))))
+        kinds.append((ON_SERVERS, races.server_arms(harness, list(harness.state.servers))))
     for record, arms in kinds:
-        items = [
-            RaceItem(index + 1, prompts[index], prompts[index].task, requested(settings, prompts[index]), arms)
-            for index in chosen
-        ]
+        own = ((index + 1, prompts[index], races.requested(settings, prompts[index])) for index in chosen)
+        items = [races.RaceItem(number, one, one.task, changed, arms) for number, one, changed in own]
         yield _report(record, items, repeats, context, subject=str(path), title=title)
 
 
 def _report(
     record: str,
-    items: Sequence[RaceItem],
+    items: Sequence[races.RaceItem],
     repeats: int,
     context: CommandContext,
     *,
@@ -113,13 +88,13 @@ def _report(
     title: str = "",
 ) -> Report:
     """The report of a race. Of servers, only their own rows are shown. `title` is empty for the last prompt."""
-    on_servers, race = record == ON_SERVERS, ArmRace(context.harness, items, repeats)
+    on_servers, race = record == ON_SERVERS, races.ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
-    table = race_table(items, servers=on_servers)
+    table = races.race_table(items, servers=on_servers)
     return table.report(
         *(record, subject, context.settings),
-        then_findings(race.events(), lambda: map(table.finding, race_rows(race.results, shown))),
-        conclude=lambda findings: race_conclusion(figures_of(findings), len(items) if title else None),
+        races.then_findings(race.events(), lambda: map(table.finding, races.race_rows(race.results, shown))),
+        conclude=lambda rows: races.race_conclusion(rows, len(items) if title else None),
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
 
@@ -131,9 +106,9 @@ RACE = Command(
     _race,
     group="does it help?",
     rank=2,
-    about=f"Run the last prompt N times (default {REPEATS}) with every strategy that is on, in turns, and say whether "
-    "the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default 1) "
-    "and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
+    about=f"Run the last prompt N times (default {races.REPEATS}) with every strategy that is on, in turns, and say "
+    "whether the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default "
+    "1) and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
     example=("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
     syntax=(
         "/race N               the last prompt, N times",
@@ -155,7 +130,7 @@ OTHER_TEXTS = (
     "over target-only with the same value:"
 )
 AGAIN = ", then /race 5 measures it again: the best of several values looks slightly better than it is"
-MORE_REPEATS = f"Next: x{MIN_VALUES} at the end of the line runs enough repeats."
+MORE_REPEATS = f"Next: x{claims.MIN_VALUES} at the end of the line runs enough repeats."
 
 
 def sweep_table(setting: str) -> ResultTable:
@@ -163,10 +138,10 @@ def sweep_table(setting: str) -> ResultTable:
     return ResultTable(
         ResultColumn(setting, lambda row: row["setting"].partition(" ")[2]),
         figure("strategy", "strategy"),
-        spread("tokens/s", "tokens_per_second", "{:.1f}"),
-        RANGE,
-        ResultColumn("speed-up", speedup_text),
-        ResultColumn("95 % interval", lambda row: interval_text(row["interval"]), 2),
+        races.spread("tokens/s", "tokens_per_second", "{:.1f}"),
+        races.RANGE,
+        ResultColumn("speed-up", claims.speedup_text),
+        ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]), 2),
         figure("acceptance", "acceptance_rate", "{:.3f}", drop=3),
         figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
         ResultColumn("text", _swept_text),
@@ -182,7 +157,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
     # The end may be xN, a number of repeats.
     text, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    repeats = WholeRange(1, MAX_SWEPT).parse(count) if count else REPEATS
+    repeats = WholeRange(1, MAX_SWEPT).parse(count) if count else races.REPEATS
     # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
@@ -192,15 +167,15 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     prompt = Prompt(last.text)
     # Arms of a value that cannot run are refused before anything runs.
     items = [
-        RaceItem(1, prompt, label, settings, local_arms(harness, settings), last.job.history)
+        races.RaceItem(1, prompt, label, settings, races.local_arms(harness, settings), last.job.history)
         for label, settings in (_swept_value(name, word, context) for word in words)
     ]
-    table, race = sweep_table(name), ArmRace(harness, items, repeats)
+    table, race = sweep_table(name), races.ArmRace(harness, items, repeats)
     return [
         table.report(
             *("sweep", last.text, context.settings),
-            then_findings(_swept_events(race), lambda: map(table.finding, _swept_rows(race))),
-            conclude=lambda findings: conclusion(figures_of(findings)),
+            races.then_findings(_swept_events(race), lambda: map(table.finding, _swept_rows(race))),
+            conclude=conclusion,
             title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
         )
     ]
@@ -213,13 +188,13 @@ def _swept_value(name: str, word: str, context: CommandContext) -> tuple[str, Se
     return f"{name} {word if name in PARTS else entry.show(settings)}", settings
 
 
-def _swept_events(race: ArmRace) -> Iterator[ReportEvent]:
+def _swept_events(race: races.ArmRace) -> Iterator[ReportEvent]:
     # Costs of drafters that the session has not used yet are measured before any run is timed.
     race.items = [replace(item, settings=with_costs(race.harness, item.settings)) for item in race.items]
     yield from race.events()
 
 
-def _swept_rows(race: ArmRace) -> Iterator[dict[str, Any]]:
+def _swept_rows(race: races.ArmRace) -> Iterator[dict[str, Any]]:
     texts: dict[tuple[int, ...], int] = {}  # the number of each different text
     for item in race.items:
         for arm in item.arms:
@@ -228,7 +203,7 @@ def _swept_rows(race: ArmRace) -> Iterator[dict[str, Any]]:
                 continue
             tokens, same = group[0].ours[0].tokens or (), [one.same for one in group]
             theirs = group[0].theirs[0].tokens if group[0].theirs else None
-            yield race_row(item.group, group) | {
+            yield races.race_row(item.group, group) | {
                 "setting": item.group,
                 "text_number": texts.setdefault(tokens, len(texts)),
                 "same_as_target": None if None in same else all(same),
@@ -241,20 +216,20 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     rows = [row for row in rows if row["lossless"]]
     if len({row["text_number"] for row in rows}) > 1:
         # No claim across values, because a text that is easier to draft is generated faster.
-        return [OTHER_TEXTS, *(best_of_each(grouped(rows, "setting")) or [NO_TARGET])]
-    drafting = [row for row in rows if row["verdict"] != BASELINE]
+        return [OTHER_TEXTS, *(races.best_of_each(grouped(rows, "setting")) or [races.NO_TARGET])]
+    drafting = [row for row in rows if row["verdict"] != claims.BASELINE]
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
-        return [ALL_NOISE if drafting else NO_RIVAL]
+        return [ALL_NOISE if drafting else races.NO_RIVAL]
     best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
-    name, claim = _labelled(best), "" if best["speedup"] is None else f": {claim_text(best)}"
-    if len(best["tokens_per_second"]) < MIN_VALUES:
+    name, claim = _labelled(best), "" if best["speedup"] is None else f": {claims.claim_text(best)}"
+    if len(best["tokens_per_second"]) < claims.MIN_VALUES:
         about = claim and f", about {best['speedup']:.1f}x target-only"
         return [f"Too few repeats to tell. The highest speed is that of {name}{about}.", MORE_REPEATS]
-    if claim and best["verdict"] != FASTER:
+    if claim and best["verdict"] != claims.FASTER:
         return [f"No value is measurably faster than target-only. The highest is {name}{claim}."]
     others = [row for row in gaining if row is not best]
-    near = [_labelled(row) for row in others if _claim(best, row) != FASTER]
+    near = [_labelled(row) for row in others if _claim(best, row) != claims.FASTER]
     sentence = f"{name} is {'the fastest' if others else 'faster'}{claim}."
     if near:
         sentence = f"The highest speed is that of {name}{claim}. Not distinguishable from it: {', '.join(near)}."
@@ -265,7 +240,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
 
 def _claim(best: Row, other: Row) -> str:
     pairs = zip(best["tokens_per_second"], other["tokens_per_second"], strict=False)  # Ctrl-C may leave one shorter
-    verdict: str = speed_claim([[ours / theirs for ours, theirs in pairs if theirs]])["verdict"]
+    verdict: str = claims.speed_claim([[ours / theirs for ours, theirs in pairs if theirs]])["verdict"]
     return verdict
 
 
@@ -279,8 +254,8 @@ SWEEP = Command(
     "one setting over several values",
     _sweep,
     group="checks",
-    about=f"Run the last prompt N times (default {REPEATS}) with each value of a setting, in turns. Commas separate "
-    "values of several words.",
+    about=f"Run the last prompt N times (default {races.REPEATS}) with each value of a setting, in turns. Commas "
+    "separate values of several words.",
     example=("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
     syntax=(
         "/sweep NAME VALUE VALUE ... [xN]",

@@ -1,17 +1,134 @@
-"""/server: finds the subcommand, and adds, lists and removes servers without contacting them.
+"""/server: finds the subcommand, adds, lists and removes servers without contacting them, and starts local ones.
 
 A new subcommand is one row of the table.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 
+from sampling.drafters.masked import is_pard
 from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
-from utils.commands.servers.server_start import start
 from utils.commands.servers.server_text import text
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
-from utils.errors import check_choice
-from utils.servers.address import ADD_EXAMPLE, checked, key_headers, parse_server, without_server
+from utils.commands.shared.result_tables import ResultTable, figure
+from utils.comparison.records import Progress, ReportEvent
+from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
+from utils.drafter_formats.formats import format_of
+from utils.errors import UserError, check_choice
+from utils.models.sources import Source, parse_path
+from utils.pairs.request import PARD
+from utils.servers.address import (
+    ADD_EXAMPLE,
+    ServerAddress,
+    checked,
+    key_headers,
+    may_hold_key,
+    parse_numbers,
+    parse_server,
+    parse_words,
+    server_address,
+    without_server,
+)
+from utils.servers.connection import ServerList
+from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
+from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
+from utils.text import split_words
+
+OPTIONS = ("drafter", "draft", "method", "program", "name", "baseline")
+TABLE = ResultTable(
+    figure("server", "server"),
+    figure("URL", "url"),
+    figure("drafts", "drafts"),
+    figure("ready after", "ready_seconds", "{:.1f} s"),
+    figure("log", "log"),
+)
+RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
+BORROWED = (
+    "The drafter in {} drafts with rows of the target's output head that are not in its files, and {} needs them "
+    "there: train one with `python -m sampling.distill`."
+)
+KEYS = "a key cannot follow --, because the command is recorded; the program reads it from its environment (HF_TOKEN)."
+EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
+
+
+def start(argument: str, context: CommandContext) -> Outcome:
+    ours, _, flags = f"{argument} ".partition(" -- ")
+    plain, options = parse_words(split_words(ours), OPTIONS, most=2)
+    passed_on = tuple(split_words(flags))
+    if may_hold_key(" ".join(passed_on)):
+        raise UserError(KEYS)
+    if not plain:
+        raise UserError(f"name a server kind: {', '.join(PROGRAMS)}; for example: {EXAMPLE}")
+    kind = check_choice(plain[0].lower(), tuple(PROGRAMS), "server kind")
+    drafter = options.get("drafter", "")
+    launch = Launch(
+        kind,
+        plain[1] if len(plain) > 1 else _target(kind, context),
+        drafter=drafter,
+        method=options.get("method", ""),
+        format="" if "method" in options else _format(kind, drafter),
+        program=options.get("program", ""),
+        **parse_numbers(options, {"draft": (None, DRAFTS)}),
+        flags=passed_on,
+    )
+    command_line(launch, 1)  # raises UserError for what cannot be started
+    servers = context.harness.state.servers
+    name = options.get("name") or free_name(launch, [address.name for address in servers.addresses])
+    # The address is still unknown, but its name and its baseline can be checked.
+    placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
+    checked([*servers.addresses, placeholder])
+    events = _starting(servers, placeholder, launch)
+    title = f"/server start {kind}"
+    subject = "server start", "", context.settings
+    return [TABLE.report(*subject, events, conclude=lambda rows: [RUNS.format(rows[0]["server"])], title=title)]
+
+
+def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> Iterator[ReportEvent]:
+    began = time.monotonic()
+    for line in servers.start(address, launch):
+        yield Progress(line)
+    url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
+    process = servers.local.process_of(address.name)
+    figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
+    shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
+    yield TABLE.finding(figures | shown | asdict(launch))
+
+
+def _target(kind: str, context: CommandContext) -> str:
+    """The session's target if the server can load it, or the embedded model if no models are loaded."""
+    harness = context.harness
+    target = harness.pair.request.target if harness.has_pair else EMBEDDED
+    if kind == LLAMA and target != EMBEDDED and not target.endswith(".gguf"):
+        raise UserError(
+            f"llama.cpp needs a GGUF file or a repository with one, and the target is {target}: name one after {kind}."
+        )
+    return target
+
+
+def _format(kind: str, drafter: str) -> str:
+    """The drafter kind of a published drafter in a local folder, otherwise empty.
+
+    Raises UserError for a drafter that only this program can load.
+    """
+    if kind not in (VLLM, SGLANG) or drafter in ("", NGRAM, EMBEDDED) or not (folder := parse_path(drafter)).is_dir():
+        return ""
+    checkpoint = read_checkpoint(Source(str(folder), folder.name))
+    if checkpoint is None:
+        return ""
+    if checkpoint.has(DRAFT_TO_TARGET) and not checkpoint.has("lm_head.weight"):
+        raise UserError(BORROWED.format(drafter, kind))
+    known = format_of(checkpoint)
+    return known.name if known is not None else PARD if is_pard(checkpoint.config) else ""
+
+
+def free_name(launch: Launch, taken: list[str]) -> str:
+    """The kind and the draft method, with a number if such a server exists."""
+    base = "-".join(filter(None, (launch.kind, launch.label)))
+    names = [base, *(f"{base}-{number}" for number in range(2, len(taken) + 3))]
+    return next(name for name in names if name not in taken)
+
 
 HEADINGS = ("server", "URL", "model", "baseline", "key")
 NONE = f"There is no server; add one, for example: {ADD_EXAMPLE}"

@@ -10,19 +10,7 @@ from functools import partial
 from itertools import takewhile
 
 from ngram_assisted import load_storage, save_storage
-from utils.commands.shared.registry import (
-    Action,
-    ChangeSettings,
-    Command,
-    CommandContext,
-    CommandError,
-    Outcome,
-    Reply,
-    RunLines,
-    ShowRows,
-    output_in,
-    path_in,
-)
+from utils.commands.shared import registry
 from utils.config.settings import (
     NGRAM_PARTS,
     SAMPLING_PARTS,
@@ -52,19 +40,18 @@ LEGEND = (
     "~: estimated from a few layers."
 )
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
-ELSEWHERE = "Target-only would be {:.2f}x as fast in the {} engine (estimate)."
 
 
-def setting_commands() -> Iterator[Command]:
+def setting_commands() -> Iterator[registry.Command]:
     """A command for every setting without subcommands."""
     for row in (*setting_fields().values(), *SAMPLING_PARTS):
         if row.group and row.name not in OWN_COMMANDS:
             yield setting_command(row)
 
 
-def setting_command(row: Setting) -> Command:
+def setting_command(row: Setting) -> registry.Command:
     usage = row.value_type.usage
-    return Command(
+    return registry.Command(
         row.name,
         usage if len(row.name + usage) <= MAX_TYPED else "NAME",
         row.summary,
@@ -94,11 +81,11 @@ def _syntax(row: Setting) -> Iterator[str]:
         yield f"/{row.name:{width + len(row.name) + 1}}    switch between on and off"
 
 
-def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome:
+def set_or_show(row: Setting, argument: str, context: registry.CommandContext) -> registry.Outcome:
     """Set the value. Without an argument, toggle a switch or show any other setting."""
     before, name = context.settings, row.name
     if name == "engine" and argument.lower() == RETEST:
-        return [Action.RETEST_ENGINE]
+        return [registry.Action.RETEST_ENGINE]
     if not argument and not row.is_switch:
         return _shown(row, context)
     settings = row.change(before, argument, context.limits)
@@ -108,20 +95,20 @@ def set_or_show(row: Setting, argument: str, context: CommandContext) -> Outcome
     if name == "chat" and settings.chat is not False and not settings.chat_template:
         hint = NO_TEMPLATE
     processor = _processor(row, settings)
-    return [ChangeSettings(settings, f"{name}: {row.describe(settings)}{was}{processor}{hint}")]
+    return [registry.ChangeSettings(settings, f"{name}: {row.describe(settings)}{was}{processor}{hint}")]
 
 
-def _shown(row: Setting, context: CommandContext) -> Outcome:
+def _shown(row: Setting, context: registry.CommandContext) -> registry.Outcome:
     """The value, and what is in effect if that can differ: /engine auto shows which engine was chosen."""
     fact = dict(context.facts()).get(row.fact) if row.fact else None
     state = "" if fact is None else f"; now {fact}"
     value = f"{row.describe(context.settings)}{state}{_processor(row, context.settings)}"
     about = "; ".join(filter(None, (row.summary, "|".join(row.value_type.words))))
-    reply = Reply(f"{row.name}: {value}" + (f"   ({about})" if about else ""))
+    reply = registry.Reply(f"{row.name}: {value}" + (f"   ({about})" if about else ""))
     if row.name != "engine":
         return [reply]
     engine = context.harness.pair.engine
-    return [reply, ShowRows(engine_rows(engine), HEADINGS), *map(Reply, engine_notes(engine))]
+    return [reply, registry.ShowRows(engine_rows(engine), HEADINGS), *map(registry.Reply, engine_notes(engine))]
 
 
 def _processor(row: Setting, settings: Settings) -> str:
@@ -155,7 +142,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
     rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
     if other := engine.faster_baseline():
-        yield ELSEWHERE.format(other.factor, other.name)
+        yield f"Target-only would be {other.factor:.2f}x as fast in the {other.name} engine (estimate)."
 
 
 def _present_figures(engine: Engine, row: EngineFigures) -> EngineFigures:
@@ -191,7 +178,7 @@ def _bits(row: EngineFigures) -> str:
 EXAMPLE = "/ngram {} answers.ngrams"
 
 
-def _ngram(argument: str, context: CommandContext) -> Outcome:
+def _ngram(argument: str, context: registry.CommandContext) -> registry.Outcome:
     match = re.match(r"(\w*)[\s=]*(.*)", argument, re.DOTALL)
     assert match is not None
     word, rest = match[1].lower(), match[2]
@@ -203,19 +190,21 @@ def _ngram(argument: str, context: CommandContext) -> Outcome:
     try:
         return SUB_COMMANDS[word](rest, context)
     except UserError as error:
-        raise CommandError(f"/ngram {word}: {error}") from error
+        raise registry.CommandError(f"/ngram {word}: {error}") from error
 
 
-def _save_ngrams(argument: str, context: CommandContext) -> Outcome:
-    (path, overwrite), storage = output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
+def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:
+    (path, overwrite), storage = registry.output_in(argument, EXAMPLE.format("save")), context.harness.state.storage
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
     save_storage(storage, path, context.harness.pair.target_name, overwrite=overwrite)
-    return [Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")]
+    return [
+        registry.Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    ]
 
 
-def _load_ngrams(argument: str, context: CommandContext) -> Outcome:
-    path, harness, settings = path_in(argument, EXAMPLE.format("load")), context.harness, context.settings
+def _load_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:
+    path, harness, settings = registry.path_in(argument, EXAMPLE.format("load")), context.harness, context.settings
     storage, kind, model = load_storage(path, context.limits.vocabulary, settings.ngram_limit)
     notes = [f"{count_of(len(storage), 'n-gram')} read from {path}: {kind} {storage.n}"]
     if settings.reset_in_between:
@@ -224,10 +213,10 @@ def _load_ngrams(argument: str, context: CommandContext) -> Outcome:
         notes.append(f"they come from runs of {model or 'an unknown model'}, not of {harness.pair.target_name}")
     settings = replace(settings, ngram_storage=StorageSpec(kind, storage.n), reset_in_between=False)
     # In this order: a changed ngram_storage makes the session create an empty storage, which is then replaced.
-    return [ChangeSettings(settings), storage, Reply("; ".join(notes))]
+    return [registry.ChangeSettings(settings), storage, registry.Reply("; ".join(notes))]
 
 
-SUB_COMMANDS: dict[str, Callable[[str, CommandContext], Outcome]] = {
+SUB_COMMANDS: dict[str, Callable[[str, registry.CommandContext], registry.Outcome]] = {
     **{part.name.removeprefix("ngram "): partial(set_or_show, part) for part in NGRAM_PARTS},
     "reset": partial(set_or_show, setting_fields()["reset_in_between"]),  # the opposite of keep
     "save": _save_ngrams,
@@ -272,40 +261,40 @@ LONGEST_VALUE = 40  # characters in /show
 HEADER = r"# settings of /save for /run; in their values \n is a newline and \\ a backslash"
 
 
-def _show(argument: str, context: CommandContext) -> Outcome:
+def _show(argument: str, context: registry.CommandContext) -> registry.Outcome:
     rows = [*context.facts()]
     for name, entry in listed_settings().items():
         value = entry.describe(context.settings)
         cut = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE].rstrip()} ... (/{name})"
         rows.append((name, cut))
-    return [ShowRows(rows)]
+    return [registry.ShowRows(rows)]
 
 
-def _turns(argument: str, context: CommandContext) -> Outcome:
+def _turns(argument: str, context: registry.CommandContext) -> registry.Outcome:
     if argument.lower() != NEW:
         return set_or_show(setting_fields()["turns"], argument, context)
     turns = len(context.harness.state.conversations)
     if turns:
-        return [Action.FORGET_CONVERSATIONS, Reply(FORGOTTEN.format(count_of(turns, "turn")))]
+        return [registry.Action.FORGET_CONVERSATIONS, registry.Reply(FORGOTTEN.format(count_of(turns, "turn")))]
     hint = "" if context.settings.turns else " (/turns on keeps one)"
-    return [Reply(NO_CONVERSATION + hint)]
+    return [registry.Reply(NO_CONVERSATION + hint)]
 
 
-def _save(argument: str, context: CommandContext) -> Outcome:
-    path, overwrite = output_in(argument, "/save evening.txt")
+def _save(argument: str, context: registry.CommandContext) -> registry.Outcome:
+    path, overwrite = registry.output_in(argument, "/save evening.txt")
     values = ((name, entry.show(context.settings)) for name, entry in listed_settings().items())
     lines = [HEADER, *(f"/{name} {escaped(value)}" for name, value in values)]
     write_file(path, ("\n".join(lines) + "\n").encode(), overwrite=overwrite)
-    return [Reply(f"settings saved to {path}; /run {path} restores them")]
+    return [registry.Reply(f"settings saved to {path}; /run {path} restores them")]
 
 
-def _run(argument: str, context: CommandContext) -> Outcome:
-    path = path_in(argument, "/run evening.txt")
+def _run(argument: str, context: registry.CommandContext) -> registry.Outcome:
+    path = registry.path_in(argument, "/run evening.txt")
     # Windows ends lines with "\r\n". Other separators, such as a form feed, may be part of a prompt.
     header, *lines = (line.removesuffix("\r") for line in read_text(path).split("\n"))
     body = [line for line in (header, *lines) if line.strip() and not line.startswith("#")]
     if not header.startswith(HEADER):
-        return [RunLines(body)]
+        return [registry.RunLines(body)]
     # The settings at the start are one change. Blanks at the ends of values are escaped, others were typed by a user.
     named = list(takewhile(bool, map(split_setting, body)))
     values = {name.replace(" ", "_"): unescaped(text.strip()) for name, text in filter(None, named)}
@@ -315,23 +304,23 @@ def _run(argument: str, context: CommandContext) -> Outcome:
     summary = f"{count_of(len(named), 'setting')} read from {path}: {', '.join(changes) or 'nothing changes'}"
     rest = [unescaped(line) if line.startswith("/") else line for line in body[len(named) :]]
     # Twice, because a change of the engine or of the drafter kind measures costs, and the file has its own.
-    again = [ChangeSettings(settings)] if settings.costs else []
-    return [ChangeSettings(settings, summary), *again, RunLines(rest)]
+    again = [registry.ChangeSettings(settings)] if settings.costs else []
+    return [registry.ChangeSettings(settings, summary), *again, registry.RunLines(rest)]
 
 
 _SWITCH = setting_command(setting_fields()["turns"])
 TURNS = replace(_SWITCH, run=_turns, usage=f"[on|off|{NEW}]", words=_SWITCH.words | {NEW: "begin a new conversation"})
 SESSION_COMMANDS = (
-    Command(
+    registry.Command(
         "undo",
         "",
         "revert the last change of a setting",
-        lambda argument, context: [Action.UNDO_SETTINGS],
+        lambda argument, context: [registry.Action.UNDO_SETTINGS],
         group="session",
         about="Revert the last change of a setting, or the drafter of /learn. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
     ),
-    Command(
+    registry.Command(
         "save",
         "FILE",
         "write all settings to a file",
@@ -342,7 +331,7 @@ SESSION_COMMANDS = (
         syntax=("/save FILE", "/save FILE overwrite    replaces a file"),
         files=("",),
     ),
-    Command(
+    registry.Command(
         "run",
         "FILE",
         "run a file of commands and prompts",
@@ -352,7 +341,7 @@ SESSION_COMMANDS = (
         example=("> /run evening.txt",),
         files=("",),
     ),
-    Command(
+    registry.Command(
         "show",
         "",
         "the loaded models and all settings",
@@ -361,20 +350,20 @@ SESSION_COMMANDS = (
         about="The loaded models, the engine and the value of every setting, as it would be typed.",
         example=("> /show", "gamma   auto"),
     ),
-    Command(
+    registry.Command(
         "clear",
         "",
         "clear the screen",
-        lambda argument, context: [Action.CLEAR_SCREEN],
+        lambda argument, context: [registry.Action.CLEAR_SCREEN],
         group="session",
         about="Clear the screen, as Ctrl-L does. Nothing else changes.",
         example=("> /clear",),
     ),
-    Command(
+    registry.Command(
         "quit",
         "",
         "leave; so does Ctrl-D",
-        lambda argument, context: [Action.QUIT],
+        lambda argument, context: [registry.Action.QUIT],
         group="session",
         rank=2,
         about="End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",

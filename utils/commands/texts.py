@@ -8,7 +8,7 @@ from io import StringIO
 from utils.commands.shared.registry import Command, CommandContext, Effect, Outcome, Reply, ShowRows, output_in
 from utils.comparison.arms import ComparedRun, divergence_sentence
 from utils.comparison.harness import LastPrompt, SessionState, own_conversations, unlike_target
-from utils.comparison.records import GENERATION
+from utils.comparison.records import GENERATION, gathered
 from utils.errors import UserError
 from utils.files import write_file
 from utils.metrics.results import first_difference
@@ -23,10 +23,8 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
     last = context.harness.state.last or context.harness.last()  # the latter raises UserError
     if not last.compared:
         raise UserError("no strategy answered the last prompt: send it again.")
-    groups: dict[tuple[int, ...] | str, list[ComparedRun]] = {}
-    for entry in sorted(last.compared, key=lambda entry: entry.run.name != context.harness.baseline.name):
-        key = entry.run.tokens if entry.run.is_local and entry.run.tokens is not None else entry.run.text
-        groups.setdefault(key, []).append(entry)
+    ordered = sorted(last.compared, key=lambda entry: entry.run.name != context.harness.baseline.name)
+    groups = gathered(((one.run.is_local and one.run.tokens) or one.run.text, one) for one in ordered)
     rows = [_row(last, group) for group in groups.values()]
     return [ShowRows(rows), *(_causes(last, context.harness.state) if last.is_local else ())]
 

@@ -1,20 +1,11 @@
 """/verdict: does speculative decoding help here, with which settings or which server, and is the text the same?"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from utils.commands.experiments.races import race_row, then_findings
 from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome
-from utils.commands.verdicts.measurement import (
-    BUILT_IN,
-    Figures,
-    Measurement,
-    PromptPlan,
-    plan_prompts,
-    sentences,
-    started_clock,
-    verdict_table,
-)
+from utils.commands.verdicts import measurement
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.comparison.harness import comparable_servers
 from utils.comparison.records import Report, ReportEvent, shortened
@@ -30,7 +21,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     harness, settings = context.harness, context.settings
     if argument == APPLY:
         return _apply(context)
-    plan = plan_prompts(argument, harness.state.prompts)
+    plan = measurement.plan_prompts(argument, harness.state.prompts)
     servers = harness.state.servers
     kinds: list[type[DrafterSelection] | type[ServerSelection]] = []
     if harness.has_pair or not servers:
@@ -38,8 +29,7 @@ def _verdict(argument: str, context: CommandContext) -> Outcome:
     # Without loaded models, servers that cannot be compared are an error; otherwise they are skipped.
     if servers and (not kinds or comparable_servers(harness)):
         kinds.append(ServerSelection)
-    runs = (_VerdictRun(kind(harness, settings), settings, plan) for kind in kinds)
-    return [run.report() for run in runs]
+    return [_report(kind(harness, settings), settings, plan) for kind in kinds]
 
 
 def _apply(context: CommandContext) -> Outcome:
@@ -51,44 +41,35 @@ def _apply(context: CommandContext) -> Outcome:
     return [ChangeSettings(changed, " ".join(shown))]
 
 
-@dataclass(slots=True)
-class _VerdictRun:
-    """One verdict: a candidate is chosen, then it is measured. `settings` are the session's."""
+def _report(selection: DrafterSelection | ServerSelection, settings: Settings, plan: measurement.PromptPlan) -> Report:
+    """A candidate is chosen, then it is measured. `settings` are the session's."""
+    servers, count = isinstance(selection, ServerSelection), len(plan.measured)
+    # "On this prompt" must identify the prompt, above all on a page of many results.
+    what = f"{count} {plan.source}" if count > 1 else f'"{shortened(plan.measured[0].text)}"'
+    table, chosen = measurement.verdict_table(servers=servers), list[measurement.Measurement]()
 
-    selection: DrafterSelection | ServerSelection
-    settings: Settings
-    plan: PromptPlan
-    measurement: Measurement | None = None
+    def events() -> Iterator[ReportEvent]:
+        selection.clock = measurement.started_clock()  # it was made with the first of two reports
+        chosen.append((yield from selection.choose(plan)))
+        yield from chosen[0].run()
 
-    def report(self) -> Report:
-        servers, count = isinstance(self.selection, ServerSelection), len(self.plan.measured)
-        # "On this prompt" must identify the prompt, above all on a page of many results.
-        what = f"{count} {self.plan.source}" if count > 1 else f'"{shortened(self.plan.measured[0].text)}"'
-        table = verdict_table(servers=servers)
-        return table.report(
-            *("server_verdict" if servers else "verdict", self.plan.source, self.settings),
-            then_findings(self._events(), lambda: map(table.finding, self._rows())),
-            conclude=lambda findings: sentences(findings[-1].figures),
-            attachment=lambda findings: "\n".join(findings[-1].figures.get("elsewhere", ())),
-            transposed=True,
-            title=f"/verdict on {what}" + ", on servers" * servers,
-        )
-
-    def _events(self) -> Iterator[ReportEvent]:
-        self.selection.clock = started_clock()  # it was made with the first of two reports
-        self.measurement = yield from self.selection.choose(self.plan)
-        yield from self.measurement.run()
-
-    def _rows(self) -> Iterator[Figures]:
+    def rows() -> Iterator[measurement.Figures]:
         """The baseline, then the candidate."""
-        measurement = self.measurement
-        if measurement is None or not measurement.speedups:
-            return
-        row = measurement.candidate_row(self.plan, self.settings)
-        row |= self.selection.figures(measurement, row, self.settings)
-        own = measurement.baseline_results
-        yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
-        yield row
+        if chosen and chosen[0].speedups:
+            row = chosen[0].candidate_row(plan, settings)
+            row |= selection.figures(chosen[0], row, settings)
+            own = chosen[0].baseline_results
+            yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
+            yield row
+
+    return table.report(
+        *("server_verdict" if servers else "verdict", plan.source, settings),
+        then_findings(events(), lambda: map(table.finding, rows())),
+        conclude=lambda rows: measurement.sentences(rows[-1]),
+        attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
+        transposed=True,
+        title=f"/verdict on {what}" + ", on servers" * servers,
+    )
 
 
 VERDICT = Command(
@@ -114,6 +95,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    words={BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+    words={measurement.BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

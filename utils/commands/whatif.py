@@ -23,16 +23,7 @@ from utils.commands.experiments.speed_model import (
     target_run,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import (
-    NOTHING,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    grouped,
-    rate_of,
-)
+from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Finding, Progress, ReportEvent, shortened
 from utils.comparison.strategies import Job, Strategy
@@ -53,7 +44,7 @@ TABLE = ResultTable(
     ResultColumn("gamma", lambda row: gamma_text(row["gamma"])),
     figure("rounds", "rounds", drop=2),
     ResultColumn("accepted", lambda row: f"{row['accepted']}/{row['drafted']}", drop=1),
-    rate_of("acceptance", "accepted", "drafted"),
+    ACCEPTANCE,
     figure("tokens/forward", "tokens_per_target_forward", "{:.2f}"),
     figure("tokens/s", "tokens_per_second", "{:.1f}"),
     figure("speed-up", "speedup", "{:.2f}x"),
@@ -84,8 +75,6 @@ def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastProm
 
 
 def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
-    what = f"{count_of(len(run.tokens), 'token')} with {count_of(len(drafting), 'drafter')}"
-    yield Progress(f"replaying the target's {what} ...")
     above: Row = {}
     for event in predictions(job, drafting, run, "replaying"):
         if isinstance(event, Progress):
@@ -110,12 +99,11 @@ def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterat
         above = row
 
 
-def _conclusion(gamma: int | None, findings: Sequence[Finding]) -> list[str]:
+def _conclusion(gamma: int | None, rows: Sequence[Row]) -> list[str]:
     """The best gamma of each strategy, what the figures are, and what to type. `gamma` is the value of the session."""
-    found = [best_gamma(rows) for rows in grouped(figures_of(findings), "strategy").values()]
-    exact = all(finding.figures["exact"] for finding in findings)
-    unlisted = [] if all(finding.cells for finding in findings) else [UNLISTED]
-    lines = [*(line for line, _ in found), " ".join([EXACT if exact else ESTIMATE, *unlisted])]
+    found = [best_gamma(own) for own in grouped(rows, "strategy").values()]
+    exact = all(row["exact"] for row in rows)
+    lines = [*(line for line, _ in found), f"{EXACT if exact else ESTIMATE} {UNLISTED}"]
     if advised := [best for _, best in found if best is not None]:
         value = gamma_text(max(advised, key=lambda row: float(row["speedup"]))["gamma"])
         change = "" if value == gamma_text(gamma) else f"/gamma {value}, then "
@@ -181,10 +169,10 @@ def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds | Prog
         yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
 
 
-def _there(load: elsewhere.Deployment, findings: Sequence[Finding]) -> list[str]:
+def _there(load: elsewhere.Deployment, rows: Sequence[Row]) -> list[str]:
     """The best gamma, the error, and what the prediction is made from. Measured figures have a line of their own."""
-    rows, error = figures_of(findings), load.error
-    lengths, bandwidth = [f"{row['tokens_per_round']:.2f}" for row in rows], elsewhere.DEVICES[load.device].bandwidth
+    error, bandwidth = load.error, elsewhere.DEVICES[load.device].bandwidth
+    lengths = [f"{row['tokens_per_round']:.2f}" for row in rows]
     best = max(rows, key=lambda row: float(row["predicted_speedup"]))
     speedup, (low, high) = best["predicted_speedup"], best["interval"]
     found = f"best with gamma {best['gamma']}, predicted {speedup:.2f}x target-only ({low:.2f}x to {high:.2f}x)"
@@ -250,7 +238,7 @@ WHY_TABLE = ResultTable(
 def _why(argument: str, context: CommandContext) -> Outcome:
     last = context.harness.last()
     TargetTiming.of(target_run(last))  # raises UserError if the target's own run cannot be compared with
-    if not any(one.strategy.drafts and one.run.timings for one in last.local):
+    if not any(strategy.drafts and run.timings for strategy, run, _ in last.local):
         raise UserError(
             "a run that drafts is needed: turn one on, for example with /speculative on, and send a prompt."
         )
@@ -276,10 +264,10 @@ def _splits(last: LastPrompt) -> Iterator[Finding]:
             )
 
 
-def _limits(findings: Sequence[Finding]) -> list[str]:
-    known = (row for row in figures_of(findings) if row["bottleneck"] and row["speedup"])
+def _limits(rows: Sequence[Row]) -> list[str]:
+    known = (row for row in rows if row["bottleneck"] and row["speedup"])
     lines = [f"{row['strategy']}: the bottleneck is {bottleneck(row)}." for row in known]
-    for row in figures_of(findings):
+    for row in rows:
         kinds = (f"{kind} {accepted}/{drafted}" for kind, (accepted, drafted) in row["accepted_by_span"].items())
         lines += [f"{row['strategy']}, accepted by kind of text: {shown}."] if (shown := ", ".join(kinds)) else []
     return [*lines, UNIT, "Next: /whatif predicts every gamma for this text."]

@@ -17,19 +17,8 @@ from utils.decode.model_info import vocabulary_size
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
+from utils.metrics import results
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
-from utils.metrics.results import (
-    CHARACTER,
-    TOKEN,
-    Comparison,
-    DraftTrace,
-    DraftTracer,
-    Generation,
-    RoundTiming,
-    Stopwatch,
-    collect,
-    first_difference,
-)
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turns, prompt_ids, to_messages
@@ -41,7 +30,7 @@ from utils.servers.kinds.completion import Chat, Piece, ServerAcceptance, Server
 from utils.servers.kinds.server_kind import ServerKind
 from utils.text import decode, token_piece, visible
 
-PREFIX = "server "
+PREFIX = "server "  # of the name of a server in tables of strategies
 CONTEXT = 32  # characters before a difference that are shown with it
 REASONS = {
     Cause.SAMPLING: "both drew from the same distribution, and /verify coupled gives the same text",
@@ -50,11 +39,6 @@ REASONS = {
     Cause.QUANTIZATION: "under bnb-int8 verify passes of other widths move the logits by up to {drift:.2g}",
     Cause.UNEXPLAINED: "the reason is unknown, please report it with the records of /export bug.json",
 }
-
-
-def row_name(name: str) -> str:
-    """The name of a server in tables of strategies."""
-    return PREFIX + name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +65,12 @@ class Run:
     rounds: int | None = None
     target_forwards: int | None = None
     accepted_by_position: tuple[tuple[int, int], ...] | None = None
-    generation: Generation | None = None
+    generation: results.Generation | None = None
     completion: ServerCompletion | None = None
     address: ServerAddress | None = None
 
     @classmethod
-    def of_strategy(cls, strategy: Strategy, job: Job, generation: Generation) -> Self:
+    def of_strategy(cls, strategy: Strategy, job: Job, generation: results.Generation) -> Self:
         drafts = strategy.drafts
         return cls(
             strategy.name,
@@ -116,8 +100,8 @@ class Run:
             drafts = {name: getattr(found, name) for name in ("drafted", "accepted", "rounds")}
             drafts |= {"target_forwards": found.forwards, "accepted_by_position": found.by_position}
         return cls(
-            row_name(address.name),
-            baseline if baseline in (None, TARGET) else row_name(baseline),
+            PREFIX + address.name,
+            baseline if baseline in (None, TARGET) else PREFIX + baseline,
             answer.text,
             answer.token_ids,
             answer.finish,
@@ -163,14 +147,14 @@ class Run:
         return self.new_tokens / self.target_forwards if self.new_tokens is not None and self.target_forwards else None
 
 
-def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_request: bool = True) -> Comparison:
+def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_request: bool = True) -> results.Comparison:
     """Compare a run with its baseline's among `runs`.
 
     Without a finished run of the baseline, the result has only the baseline's name. `same_request` is True if both had
     the same prompt and noise; if not, only their speeds are compared.
     """
     other = next((one for one in runs if one.name == run.baseline), None)
-    compared = Comparison(baseline=run.baseline)
+    compared = results.Comparison(baseline=run.baseline)
     if other is None:
         return compared
     if other is run:  # before the check for interrupts: an interrupted target still equals itself
@@ -187,10 +171,10 @@ def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_reque
     # The noise of a server is its own, so that only its greedy texts can be equal.
     if not same_request or not (run.is_local or is_greedy(settings)):
         return compared
-    difference, unit = first_difference(run.text, other.text), CHARACTER
+    difference, unit = results.first_difference(run.text, other.text), results.CHARACTER
     # A server's ids may be those of another tokenizer than the local target's.
     if run.is_local == other.is_local and run.tokens is not None and other.tokens is not None:
-        difference, unit = first_difference(run.tokens, other.tokens), TOKEN
+        difference, unit = results.first_difference(run.tokens, other.tokens), results.TOKEN
     return replace(compared, same=difference is None, first_difference=difference, unit=unit)
 
 
@@ -204,7 +188,7 @@ def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
     It is compared with one of the same text, or else with its baseline's, or else with the first. `earlier` has at
     least one run; their texts are on the screen. Positions count tokens of local runs and characters of servers.
     """
-    ours, unit = _units(run), TOKEN if run.is_local else CHARACTER
+    ours, unit = _units(run), results.TOKEN if run.is_local else results.CHARACTER
     # The baseline's text comes first, because the other texts should equal it.
     candidates = sorted(earlier, key=lambda one: one.name != run.baseline)
     other = next((one for one in candidates if _units(one) == ours), None)
@@ -212,7 +196,7 @@ def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
         other = candidates[0] if candidates[0].name == run.baseline else earlier[0]
     theirs, name = _units(other), "" if other is earlier[0] else f" {other.name}"
     as_name = f" as{name}" if name else ""
-    place = first_difference(ours, theirs)
+    place = results.first_difference(ours, theirs)
     if place is None:
         return other, f"= same text{as_name}"
     if place == len(ours):
@@ -276,7 +260,7 @@ class RunWatcher(Protocol):
 
     def reading(self, done: int, total: int) -> None: ...
 
-    def step(self, step: Step, timing: RoundTiming, traces: Sequence[DraftTrace] = ()) -> None: ...
+    def step(self, step: Step, timing: results.RoundTiming, traces: Sequence[results.DraftTrace] = ()) -> None: ...
 
     def piece(self, piece: Piece) -> None: ...
 
@@ -311,7 +295,7 @@ class ComparedRun(NamedTuple):
 
     arm: Arm
     run: Run
-    comparison: Comparison
+    comparison: results.Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,16 +333,16 @@ class LocalArm:
         prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), len(job.prompt) + settings.length)
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
-        stopwatch = Stopwatch() if self.timed or watch is not None else None
+        stopwatch = results.Stopwatch() if self.timed or watch is not None else None
         # Only this rule accepts a draft by its own p/q.
         by_ratio, traced = settings.verify == "rejection", watch is not None and settings.debug == "full"
-        tracer = DraftTracer(accepts_by_ratio=by_ratio) if traced else None
+        tracer = results.DraftTracer(accepts_by_ratio=by_ratio) if traced else None
         steps = self.strategy.steps(replace(job, stopwatch=stopwatch, tracer=tracer))
         if watch is None:
-            generation = collect(steps, stopwatch=stopwatch)
+            generation = results.collect(steps, stopwatch=stopwatch)
         else:
             with reported_reading(watch.reading):
-                generation = collect(steps, watch.step, stopwatch=stopwatch, tracer=tracer)
+                generation = results.collect(steps, watch.step, stopwatch=stopwatch, tracer=tracer)
         return Run.of_strategy(self.strategy, job, generation)
 
 
@@ -369,22 +353,19 @@ class ServerArm:
     connection: Connection
     pair: Pair | None = None
     place: int = 0
+    strategy: None = None
 
     @property
     def name(self) -> str:
-        return row_name(self.connection.address.name)
+        return PREFIX + self.connection.address.name
 
     @property
     def title(self) -> str:
-        return f"Server {self.name.removeprefix(PREFIX)}"
+        return f"Server {self.connection.address.name}"
 
     @property
     def colour(self) -> str:
         return COLOURS[self.place % len(COLOURS)]
-
-    @property
-    def strategy(self) -> None:
-        return None
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
         make = request_maker(self.pair, text, settings, history)

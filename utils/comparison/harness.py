@@ -6,7 +6,7 @@ It plans and runs jobs. It shows nothing and decides nothing about settings.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -37,20 +37,7 @@ from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.connection import Connection, ServerList
 from utils.text import count_of
 
-
-class PlannedRun(NamedTuple):
-    """An arm and the conversation that it continues. The arm of a strategy has its job."""
-
-    arm: Arm
-    history: Turns
-
-
-class LocalResult(NamedTuple):
-    """A strategy, the rounds of its run, and the comparison with the target's run."""
-
-    strategy: Strategy
-    run: Generation
-    comparison: Comparison
+PlannedRun = tuple[Arm, Turns]  # an arm and the conversation that it continues; the arm of a strategy has its job
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +85,13 @@ class LastPrompt:
         return jobs.get(baseline) or next(iter(jobs.values()))
 
     @property
-    def local(self) -> list[LocalResult]:
+    def local(self) -> list[tuple[Strategy, Generation, Comparison]]:
+        """The strategies, the rounds of their runs, and the comparisons with the target's run."""
         return [
-            LocalResult(arm.strategy, run.generation, comparison)
+            (arm.strategy, run.generation, comparison)
             for arm, run, comparison in self.compared
             if arm.strategy is not None and run.generation is not None
         ]
-
-    @property
-    def strategies(self) -> list[ComparedRun]:
-        return [entry for entry in self.compared if entry.run.is_local]
 
     @property
     def servers(self) -> list[ComparedRun]:
@@ -186,7 +170,6 @@ NO_DRAFTER = "No drafter is loaded, so strategies that need one are skipped (/lo
 NO_PROMPT_YET = "a prompt is needed: send one first."
 NO_MODEL = "this needs a loaded model, and none is loaded: /load PAIR loads one."
 NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds a server, and /load PAIR loads models."
-NO_STRATEGY = "No strategy is enabled; turn one on, for example with /target on."
 
 
 @dataclass(slots=True)
@@ -244,7 +227,7 @@ class Harness:
     def enabled(self, settings: Settings) -> list[Strategy]:
         """The runnable strategies that are enabled in the settings. Raises UserError if no strategy is enabled."""
         if not (enabled := self.runnable(settings, enabled=True)):
-            raise UserError(NO_STRATEGY)
+            raise UserError("No strategy is enabled; turn one on, for example with /target on.")
         return enabled
 
     def runs_locally(self, settings: Settings) -> bool:
@@ -273,7 +256,7 @@ class Harness:
         `note` receives each reason why a strategy is skipped or drafts nothing. Raises UserError for a prompt that the
         target cannot take.
         """
-        servers = [PlannedRun(arm, self._history(arm, settings)) for arm in self.server_arms()]
+        servers: list[PlannedRun] = [(arm, self._history(arm, settings)) for arm in self.server_arms()]
         if not self.has_pair and not servers:
             raise UserError(NOTHING_RUNS)
         if servers and not self.runs_locally(settings):
@@ -282,7 +265,7 @@ class Harness:
             note(NO_DRAFTER)
         arms = self._prepared(text, settings, [self.arm(strategy) for strategy in self.enabled(settings)])
         self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None], note)
-        return [*(PlannedRun(arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
+        return [*((arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
 
     def _history(self, arm: Arm, settings: Settings) -> Turns:
         """The conversation that an arm continues, which is its own after the first turn."""

@@ -34,6 +34,9 @@ from utils.servers.kinds.completion import IDS, Chat
 
 SHOWN_PROMPT = 60  # characters of a prompt in a headline
 INTERVAL = 1.0  # seconds between two sentences on progress
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+Row = Mapping[str, Any]  # the figures of a finding, or a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,18 @@ class Finding:
     """One row of a report: its cells, if it is shown on the screen, and its figures for the JSON record."""
 
     cells: tuple[str, ...]
-    figures: dict[str, Any]
+    figures: Row
 
 
 ReportEvent = Progress | Note | Finding
+
+
+def gathered(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The values of each key, in their order."""
+    groups: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
@@ -94,8 +105,9 @@ class Report:
     """A report that is computed while its `events` are consumed.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
-    `attachment` is data to copy, or empty. `transposed` makes each finding a column. Columns in `optional` are dropped
-    on a narrow screen, the first one first. `details` are further records for scripts. `status` is the exit status.
+    From the figures of the findings, `conclude` makes sentences, `attachment` data to copy, or nothing, and `status`
+    the exit status. `transposed` makes each finding a column. Columns in `optional` are dropped on a narrow screen, the
+    first one first. `details` are further records for scripts.
     """
 
     name: str
@@ -103,13 +115,13 @@ class Report:
     settings: Settings
     headings: tuple[str, ...]
     events: Iterator[ReportEvent]
-    conclude: Callable[[Sequence[Finding]], list[str]]
-    attachment: Callable[[Sequence[Finding]], str] = lambda findings: ""
+    conclude: Callable[[Sequence[Row]], list[str]]
+    attachment: Callable[[Sequence[Row]], str] = lambda rows: ""
     transposed: bool = False
     optional: tuple[str, ...] = ()
     title: str = ""
     details: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
-    status: Callable[[Sequence[Finding]], int] = lambda findings: 0
+    status: Callable[[Sequence[Row]], int] = lambda rows: 0
 
     @property
     def headline(self) -> str:
@@ -199,23 +211,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def report_record(
-    report: Report, findings: Sequence[Finding], conclusion: Sequence[str], pair: Any, *, finished: bool
-) -> dict[str, Any]:
-    return {
+def report_records(
+    report: Report, rows: Sequence[Row], conclusion: Sequence[str], pair: Any, *, finished: bool
+) -> list[dict[str, Any]]:
+    """The record of a report, and its further ones, such as one for each request of a load."""
+    record = {
         "schema": SCHEMA,
         "record": report.name,
         "prompt": report.prompt,
         "finished": finished,
-        "findings": [finding.figures for finding in findings],
+        "findings": rows,
         "conclusion": list(conclusion),
         **circumstances(pair, report.settings),
     }
-
-
-def detail_records(report: Report) -> list[dict[str, Any]]:
-    """The further records of a report, such as one for each request of a load."""
-    return [{"schema": SCHEMA, "record": f"{report.name} request"} | details for details in report.details()]
+    return [record, *({"schema": SCHEMA, "record": f"{report.name} request"} | one for one in report.details())]
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
@@ -299,16 +308,12 @@ DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "
 SHOWN_LINES = 8  # line numbers shown in a sentence
 NO_COUNTERPART = "the other file has no run of this prompt by this strategy with the same length, processor and seed."
 
-Record = Mapping[str, Any]
-Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
-
 
 class RecordedRun(NamedTuple):
     """The record of a run, whose fields are valid, and its line in the file."""
 
     line: int
-    row: Record
+    row: Row
 
     @property
     def request(self) -> tuple[str, ...]:
@@ -316,7 +321,7 @@ class RecordedRun(NamedTuple):
         return self.row["prompt"], repr(self.row.get("history") or []), fields
 
     @property
-    def circumstances(self) -> Record:
+    def circumstances(self) -> Row:
         """The local models and the engine do not matter for an answer of a server."""
         server = self.row.get(SERVER)
         return {**self.row, "models": {}, "engine": {}} if server else self.row
@@ -402,7 +407,7 @@ def _has_form(value: Any, form: Any) -> bool:
     return isinstance(value, str)
 
 
-def _checked(record: Record) -> Record:
+def _checked(record: Row) -> Row:
     """The record of a run. Raises UserError if a field is not valid, or if the run cannot be compared."""
     for name, form in (NEEDED | OPTIONAL).items():
         if not _has_form(record.get(name), form) and (name in NEEDED or record.get(name) is not None):
@@ -453,19 +458,11 @@ def problem_sentence(file: str, lines: Sequence[int], reason: str) -> str:
     return f"{file}, line{'s' * (len(lines) > 1)} {shown}{more}: {reason}"
 
 
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their keys, in their order."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
 def _by_task(runs: Sequence[RecordedRun]) -> dict[Any, dict[tuple[str, ...], list[RecordedRun]]]:
     """The runs by prompt, strategy and task, and within each by the settings of drafting."""
-    tasks = _grouped(runs, lambda one: (one.request, one.row["strategy"], one.values(TASK)))
+    tasks = gathered(((one.request, one.row["strategy"], one.values(TASK)), one) for one in runs)
     return {
-        task: _grouped(group, lambda one: one.values(() if one.row["strategy"] == TARGET else DRAFTING))
+        task: gathered((one.values(() if one.row["strategy"] == TARGET else DRAFTING), one) for one in group)
         for task, group in tasks.items()
     }
 
@@ -499,7 +496,7 @@ def _differences(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
     yield from _changed("setting ", ours, theirs, [name for name in ours if name not in ignored])
 
 
-def _changed(what: str, ours: Record, theirs: Record, names: Iterable[str]) -> Iterator[str]:
+def _changed(what: str, ours: Row, theirs: Row, names: Iterable[str]) -> Iterator[str]:
     """The values with these names that both have and that differ."""
     for name in names:
         if name in ours and name in theirs:

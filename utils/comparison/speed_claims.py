@@ -4,13 +4,14 @@ A strategy is called faster or slower only if the 95 % interval of its speed-ups
 Without accepted drafts it cannot be faster, whatever the clock shows.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, inf
 from typing import Any
 
 from utils.comparison.arms import PREFIX, ComparedRun, Run
 from utils.comparison.harness import LastPrompt
+from utils.comparison.records import Row
 from utils.decode.steps import FinishReason
 from utils.metrics.intervals import FASTER as FASTER
 from utils.metrics.intervals import SLOWER as SLOWER
@@ -29,9 +30,7 @@ OTHER_REQUESTS = (
     STAR
     + " {} had other requests during {} of {} ({} more), so its speed and what is compared with it are not its own."
 )
-UNKNOWN_ACCEPTANCE = "{}: its acceptance is not known, because {}."
 NO_GAIN_SENTENCE = "with 1.00 tokens per target forward its drafts saved nothing"
-Row = Mapping[str, Any]  # the figures of a finding
 
 
 def speed_claim(
@@ -92,7 +91,7 @@ def star(row: Row) -> str:
 def server_notes(name: str, row: Row, unit: str = "answer") -> list[str]:
     """What limits the figures of a server: other requests during its answers, and why its acceptance is unknown."""
     disturbed = [tokens for tokens in row["other_tokens"] if tokens]
-    lines = [UNKNOWN_ACCEPTANCE.format(name, reason) for reason in row["acceptance_unknown"]]
+    lines = [f"{name}: its acceptance is not known, because {reason}." for reason in row["acceptance_unknown"]]
     if not disturbed:
         return lines
     counted = count_of(len(row["other_tokens"]), unit), count_of(sum(disturbed), "token")
@@ -147,7 +146,6 @@ def baseline_name(row: Row) -> str:
 EVEN = "about as fast as"
 NEXT = {FASTER: "/race 5 checks it", EVEN: "/race 5 tells more"}  # what to type after the fastest run
 NOTICEABLE = 0.05  # smaller differences between single runs are treated as noise
-NO_TOKENS = "No token was generated, so there is nothing to compare."
 NO_TARGET = "Without target-only there is nothing to compare the speed with: /target on."
 FAILED_TARGET = "Target-only did not finish, so there is nothing to compare the speed with."
 NO_RIVAL = "Nothing with drafts ran, so there is no speed-up to report: /speculative on or /ngram on."
@@ -157,7 +155,6 @@ NOT_COUNTED = "{} gives neither token ids nor usage figures, so its tokens and i
 NO_BASELINE = (
     "Speed-ups need a baseline: /server add NAME URL baseline=NAME says with which server another is compared."
 )
-NO_RUN = "{} has no answer of {} to be compared with."
 OTHER_TEXT = "{0}: another text than {1} (a rounding tie? see /server text {2})."
 NO_DRAFTS = "No draft was accepted, so any difference in speed is noise or the cost of drafting"
 
@@ -239,7 +236,7 @@ def summary(compared: Sequence[ComparedRun], planned: Collection[str], elsewhere
     if not compared:
         return ""  # every strategy has reported its error
     if not any(entry.run.new_tokens for entry in compared):
-        return NO_TOKENS
+        return "No token was generated, so there is nothing to compare."
     finished = [entry for entry in compared if entry.run.finish is not FinishReason.INTERRUPTED]
     if not any(entry.run.name == TARGET for entry in finished):
         return FAILED_TARGET if TARGET in planned else NO_TARGET
@@ -322,6 +319,6 @@ def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     elif (speedup := credible_speedup(entry)) is not None and (limit := Rival(entry, speedup).limit):
         yield limit
     if other is None and baseline != TARGET:
-        yield NO_RUN.format(run.name, baseline)
+        yield f"{run.name} has no answer of {baseline} to be compared with."
     elif other is not None and (reason := other_machine(run.address, other.address)):
         yield reason

@@ -37,21 +37,9 @@ from utils.pairs.request import CHAIN, LOADED
 from utils.prompts.conversation import Turns
 from utils.servers.address import TARGET
 
-
-class SharedPrefills:
-    """Sessions that have read one prompt, for many runs of it. Filled on first use."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[tuple[str, bool, tuple[int, ...]], ModelSession] = {}
-
-    def open(self, key: tuple[str, bool, tuple[int, ...]], session: ModelSession, prompt: list[int]) -> ModelSession:
-        """A copy of the session under this key. If there is none, `session` reads the prompt and is kept."""
-        # The key holds `rewinds` and the features, too, since they decide what a cache must keep.
-        if key not in self._sessions:
-            with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
-                session.read(prompt)
-            self._sessions[key] = session
-        return self._sessions[key].fork()
+# Sessions that have read one prompt, for many runs of it, by model, `rewinds` and features, which decide what a cache
+# must keep. Filled on first use.
+SharedPrefills = dict[tuple[str, bool, tuple[int, ...]], ModelSession]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +86,13 @@ class Job:
         """
         loaded: Any = getattr(self.pair, model)
         session = ModelSession(loaded, use_cache=self.settings.cache, rewinds=rewinds, features=features)
-        return (
-            session if self.prefills is None else self.prefills.open((model, rewinds, features), session, self.prompt)
-        )
+        if self.prefills is None:
+            return session
+        if (key := (model, rewinds, features)) not in self.prefills:
+            with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
+                session.read(self.prompt)
+            self.prefills[key] = session
+        return self.prefills[key].fork()
 
     def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:
         """The inputs from which this job's drafter is built."""

@@ -1,11 +1,10 @@
 """Prepares a pair: every strategy runs once, and the costs of its drafters are measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from statistics import median
-from typing import NamedTuple
 
 from sampling import RULES
 from sampling.counterfactual import FinishedText, drafts_along
@@ -31,14 +30,6 @@ PROMPT = [0, 0, 0, 0]  # ids that every vocabulary has
 FEW_IDS = 4  # so few that a short text has matches
 
 
-class DraftSeconds(NamedTuple):
-    """Seconds of one draft after a short and a longer text, and seconds to read one token of the prompt."""
-
-    draft: float
-    longer: float
-    read: float
-
-
 def with_costs(harness: Harness, settings: Settings) -> Settings:
     """The settings with the draft costs of all their drafter kinds. Missing costs are measured.
 
@@ -54,9 +45,8 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     for word in (word for strategy in chosen for word in strategy.parts):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
-            found = _draft_seconds(label, word, harness, timed)
-            draft[label], read[label] = _in_steps(found.draft, engine), READ_TOKENS * _in_steps(found.read, engine)
-            after[label] = _in_steps(found.longer, engine) / longer.step
+            short, long, reading = (_in_steps(part, engine) for part in _draft_seconds(label, word, harness, timed))
+            draft[label], after[label], read[label] = short, long / longer.step, READ_TOKENS * reading
     if known.longer is not None:
         longer = Costs.of(longer.verify, after, length=longer.length, step=longer.step)
         known = replace(known, longer=longer)
@@ -77,7 +67,7 @@ def _in_steps(seconds: float, engine: Engine) -> float:
     return seconds / engine.step_seconds if engine.step_seconds else 0.0
 
 
-def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> DraftSeconds:
+def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) -> Sequence[float]:
     """The measured times of a drafter kind, or those of an earlier measurement."""
     shown = as_json(settings)
     # The key includes everything else that affects the time.
@@ -90,21 +80,22 @@ def _draft_seconds(label: str, word: str, harness: Harness, settings: Settings) 
         job = replace(harness.job(PROMPT, settings), drafter=word)
         engine.draft_seconds[key] = list(draft_seconds(job, 0 if engine.longer is None else engine.longer.length))
         engine.store()
-    return DraftSeconds(*engine.draft_seconds[key])
+    return engine.draft_seconds[key]
 
 
-def draft_seconds(job: Job, longer: int) -> DraftSeconds:
-    """The measured times of the job's drafter kind.
+def draft_seconds(job: Job, longer: int) -> tuple[float, float, float]:
+    """Seconds of one draft of the job's drafter kind after a short and a longer text, and seconds to read one token of
+    the prompt.
 
     `longer` is the length of the longer text, limited to what can be read at once. 0 means no longer text.
     """
     draft, read = _timed_drafts(job, SHORT_PROMPT)
     length = min(longer, int(READING_SECONDS / read)) if read else longer
     if length < 2 * SHORT_PROMPT:
-        return DraftSeconds(draft, draft, read)
+        return draft, draft, read
     after, reading = _timed_drafts(job, length)
     # A drafter with a short context drafts nothing after a long text.
-    return DraftSeconds(draft, after, reading) if after else DraftSeconds(draft, draft, read)
+    return (draft, after, reading) if after else (draft, draft, read)
 
 
 def _timed_drafts(job: Job, length: int) -> tuple[float, float]:

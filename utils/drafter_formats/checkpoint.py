@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.models.dequantized import QuantizedWeight, is_packed, quantized_weights, unsupported, without_parts
 from utils.models.load_errors import explained_errors, quiet
+from utils.models.quantization import QuantizedWeight, is_packed, quantized_weights, unsupported, without_parts
 from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -1,7 +1,7 @@
 """Linear weights as small integers with a scale per group, the form that int8, int4 and GGUF weights share.
 
 Engines multiply with this form directly, or unpack it with `dense`. Rounding to int8 and int4 is here; the blocks of
-GGUF files are read by `utils.models.gguf_blocks`.
+GGUF files are read by `utils.models.gguf_model`.
 """
 
 from collections.abc import Sequence

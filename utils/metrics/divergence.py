@@ -189,33 +189,25 @@ def _replayed_difference(case: DivergenceCase, ours: int, theirs: int) -> float 
 
     None if these do not yield the two tokens again.
     """
-    verified, stepped = _verify_logits(case), _step_logits(case)
+    # Decode steps are rounds without drafts.
+    steps = [Step((), 0, token) for token in case.theirs]
+    verified, stepped = _logits_of(case, case.rounds, rewinds=True), _logits_of(case, steps, rewinds=False)
     if case.yields(verified, ours) and case.yields(stepped, theirs):
         return LogitDrift.of([verified[None], stepped[None]]).difference
     return None
 
 
-def _step_logits(case: DivergenceCase) -> Tensor:
-    """Logits (V,) at the difference, by decode steps."""
-    session = case.new_session(rewinds=False)
-    context = session.begin(case.prompt)
-    for token in case.theirs[: case.position]:
-        session.feed(context, keep=1)
-        context.append(token)
-    return session.feed(context, keep=1)[0]
-
-
-def _verify_logits(case: DivergenceCase) -> Tensor:
-    """Logits (V,) at the difference, by the run's verify passes."""
-    session = case.new_session(rewinds=True)
+def _logits_of(case: DivergenceCase, rounds: Sequence[Step], *, rewinds: bool) -> Tensor:
+    """Logits (V,) at the difference, by the passes of these rounds."""
+    session = case.new_session(rewinds=rewinds)
     context = session.begin(case.prompt)
     left = case.position  # new tokens from the round's start to the difference
-    for step in case.rounds:
+    for step in rounds:
         logits = session.feed([*context, *step.drafted], keep=len(step.drafted) + 1)
         if left < len(step.tokens):
             return logits[left]
         left -= len(step.tokens)
         context.extend(step.tokens)
-        # As in the draft-verify loop, so that every pass has the same rows as the run's.
-        session.rewind(len(context) - 1)
+        if rewinds:  # as in the draft-verify loop, so that every pass has the same rows as the run's
+            session.rewind(len(context) - 1)
     raise AssertionError("the difference lies after the last round")

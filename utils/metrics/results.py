@@ -298,12 +298,9 @@ def difference_text(first_difference: int | None, unit: str = TOKEN) -> str:
     return "same" if first_difference is None else f"differs at {unit} {first_difference + 1}"
 
 
-Watcher = Callable[[Step, RoundTiming, Sequence[DraftTrace]], None]
-
-
 def collect(
     steps: Iterator[Step],
-    watch: Watcher = lambda step, timing, traces: None,
+    watch: Callable[[Step, RoundTiming, Sequence[DraftTrace]], None] = lambda step, timing, traces: None,
     clock: Clock = time.perf_counter,
     *,
     stopwatch: Stopwatch | None = None,

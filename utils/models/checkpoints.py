@@ -28,11 +28,10 @@ from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models import counted_seconds
-from utils.models.dequantized import dequantized_model
 from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
-from utils.models.memory import MemoryPlan, Placement, plan_memory
-from utils.models.quantization import check_not_quantized, quantization_arguments, quantize_loaded
+from utils.models.memory import Placement, plan_memory
+from utils.models.quantization import check_not_quantized, dequantized_model, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
 from utils.text import byte_size
 
@@ -52,8 +51,8 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
             model, unused = stored
             _report_unused(source, () if reads_rest else unused, where)
             return model
-        plan, quantized = plan_memory(source, kind, where), quantization_arguments(kind, where.dtype)
-        where.report(_progress_line(source, kind, where, plan))
+        (needed, spread), quantized = plan_memory(source, kind, where), quantization_arguments(kind, where.dtype)
+        where.report(_progress_line(source, kind, where, needed, spread=spread))
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         # Downloads and conversions have progress bars of their own.
         has_bar = source.hub_arguments is not None or source.gguf
@@ -69,7 +68,7 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
                 **({"quantization_config": GgufConfig(dequantize=True)} if source.gguf else quantized),
                 # With "auto", accelerate moves activations from layer to layer. Otherwise the model is loaded directly
                 # to the device, without a second copy in main memory.
-                device_map="auto" if plan.spread else {"": where.device},
+                device_map="auto" if spread else {"": where.device},
             )
         model.name_or_path = source.name  # for messages; the config keeps the location
         # Weights are checked before they are quantized: integers cannot be NaN any more. What runs is checked after.
@@ -117,9 +116,9 @@ def remote_code_notes(model: PreTrainedModel, name: str) -> tuple[str, ...]:
     return ()
 
 
-def _progress_line(source: Source, kind: str, where: Placement, plan: MemoryPlan) -> str:
-    device = "all GPUs and the CPU, because one GPU is too small" if plan.spread else where.device
-    size = byte_size(plan.needed) if plan.needed else ""
+def _progress_line(source: Source, kind: str, where: Placement, needed: int, *, spread: bool) -> str:
+    device = "all GPUs and the CPU, because one GPU is too small" if spread else where.device
+    size = byte_size(needed) if needed else ""
     words = (device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size)
     return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
 

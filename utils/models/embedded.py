@@ -122,7 +122,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from utils.models.gguf_blocks import shared_reader
+    from utils.models.gguf_model import shared_reader
     from utils.models.load_errors import quiet
 
     # The bar of the conversion is hidden: the caller reports how far it has got.

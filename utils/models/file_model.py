@@ -22,7 +22,6 @@ from utils.engine.stored_weights import fill_before_forward, placeholder, with_p
 from utils.errors import UserError
 from utils.files import file_state, has_changed
 from utils.models import Count
-from utils.models.gguf_blocks import CHANGED
 from utils.models.memory import Placement, plan_memory
 from utils.models.sources import (
     Source,
@@ -34,6 +33,7 @@ from utils.models.sources import (
 )
 from utils.text import byte_size
 
+CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -86,7 +86,7 @@ def load_from_files(
     folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):
         return None
-    size = byte_size(plan_memory(source, "none", where, in_files=True).needed)
+    size = byte_size(plan_memory(source, "none", where, in_files=True)[0])
     where.report(f"loading {source.name} ({where.device}, {str(dtype).removeprefix('torch.')}, {size}) ...")
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in _checked(source, tensors, where):

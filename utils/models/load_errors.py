@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
-from typing import NamedTuple
 
 from huggingface_hub.utils.tqdm import enable_progress_bars as show_hub_progress_bars
 from transformers.utils.logging import disable_progress_bar as hide_progress_bars
@@ -22,47 +21,26 @@ from transformers.utils.logging import is_progress_bar_enabled as are_progress_b
 from utils.errors import UserError
 
 TIMEOUTS = ("ConnectTimeout", "NetworkError", "PoolTimeout", "ProxyError", "ReadTimeout")
-
-
-class LoadCause(NamedTuple):
-    """A row of the table. It applies if a sign is in the text of an exception or in the names of its classes: the hub
-    client moves its classes, and importing them all would be slow.
-    """
-
-    sentence: str
-    signs: tuple[str, ...]
-
-
-# The first row that applies is used, so the specific ones come first.
+OFFLINE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", *TIMEOUTS)
+MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory", "not enough memory")
+# What has happened, and its signs in the text of an exception or in the names of its classes: the hub client moves its
+# classes, and importing them all would be slow. The first row that applies is used, so the specific ones come first.
 CAUSES = {
-    "gated": LoadCause(
-        "is gated: accept its licence on its model page, then log in with `hf auth login`", ("GatedRepoError",)
+    "is gated: accept its licence on its model page, then log in with `hf auth login`": ("GatedRepoError",),
+    "is not accessible because the hub rejects your token: log in again with `hf auth login`": ("Invalid credentials",),
+    "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling": (
+        "RepositoryNotFoundError",
+        "HFValidationError",
     ),
-    "token": LoadCause(
-        "is not accessible because the hub rejects your token: log in again with `hf auth login`",
-        ("Invalid credentials",),
+    "is not on this machine and the hub cannot be reached: connect once, or name a local folder": OFFLINE,
+    "needs Python code from its own repository, which is never run: use a model that transformers knows": (
+        "custom code",
     ),
-    "unknown id": LoadCause(
-        "is neither a folder, nor a .gguf file, nor a public model id on the hub: check the spelling",
-        ("RepositoryNotFoundError", "HFValidationError"),
+    "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')": (
+        "named model.safetensors",
     ),
-    "offline": LoadCause(
-        "is not on this machine and the hub cannot be reached: connect once, or name a local folder",
-        ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", *TIMEOUTS),
-    ),
-    "remote code": LoadCause(
-        "needs Python code from its own repository, which is never run: use a model that transformers knows",
-        ("custom code",),
-    ),
-    "pickled weights": LoadCause(
-        "has no safetensors weights, and pickled ones are never loaded: download it and convert the file with "
-        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
-        ("named model.safetensors",),
-    ),
-    "memory": LoadCause(
-        "does not fit into memory: use a smaller model, --quantize int8, or a different --device",
-        ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory", "not enough memory"),
-    ),
+    "does not fit into memory: use a smaller model, --quantize int8, or a different --device": MEMORY,
 }
 
 
@@ -80,9 +58,9 @@ def explained_errors(name: str) -> Iterator[None]:
 def explanation(error: BaseException, name: str) -> str:
     """Return one sentence about a failed load."""
     # Libraries wrap the original error, so the whole chain of causes counts for classes.
-    for cause in CAUSES.values():
-        if _has_sign(cause, f"{_classes(error)} {error}"):
-            return f"'{name}' {cause.sentence}."
+    for sentence, signs in CAUSES.items():
+        if _has_sign(signs, f"{_classes(error)} {error}"):
+            return f"'{name}' {sentence}."
     # The GGUF reader raises whatever the damaged bytes lead to, so no class or phrase is typical.
     if name.endswith(".gguf"):
         return f"'{name}' is not a complete GGUF file ({first_line(error)}): fetch or copy it again."
@@ -99,16 +77,16 @@ def first_line(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of any library means that a machine's or a GPU's memory was exhausted."""
-    return _has_sign(CAUSES["memory"], f"{type(error).__name__} {error}")
+    return _has_sign(MEMORY, f"{type(error).__name__} {error}")
 
 
 def is_offline(error: BaseException) -> bool:
     """Whether the hub could not be reached, or may not be used."""
-    return _has_sign(CAUSES["offline"], _classes(error))
+    return _has_sign(OFFLINE, _classes(error))
 
 
-def _has_sign(cause: LoadCause, text: str) -> bool:
-    return any(sign in text for sign in cause.signs)
+def _has_sign(signs: Sequence[str], text: str) -> bool:
+    return any(sign in text for sign in signs)
 
 
 def _classes(error: BaseException | None) -> str:

@@ -58,7 +58,10 @@ def choose_device(name: str) -> str:
     if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("This machine has no mps device: omit the device, or use cpu.")
     if name.startswith("cuda"):
-        _check_cuda(name)
+        if (count := torch.cuda.device_count()) == 0:
+            raise UserError("This machine has no usable CUDA device: omit the device, or use cpu.")
+        if int(name.partition(":")[2] or 0) >= count:
+            raise UserError(f"{name} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
     return name
 
 
@@ -69,14 +72,6 @@ def choose_dtype(name: str, device: str) -> torch.dtype | str:
         return torch.float32 if device == "cpu" else "auto"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _check_cuda(name: str) -> None:
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise UserError("This machine has no usable CUDA device: omit the device, or use cpu.")
-    if int(name.partition(":")[2] or 0) >= count:
-        raise UserError(f"{name} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
 
 
 def weight_counts(source: Source) -> dict[str, int]:
@@ -128,18 +123,9 @@ def check_free(name: str, needed: int, device: str, remedy: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The minimum bytes for the weights, 0 if unknown. With `spread` they need several devices, because one is too
-    small.
-    """
-
-    needed: int
-    spread: bool = False
-
-
-def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> MemoryPlan:
-    """Decide where the weights fit. Raises UserError if they do not fit anywhere.
+def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool = False) -> tuple[int, bool]:
+    """The minimum bytes for the weights, 0 if unknown, and whether they must be spread over several devices, because
+    one is too small. Raises UserError if they do not fit anywhere.
 
     With `in_files`, they may stay in their files until an engine reads them, in its own format.
     """
@@ -155,11 +141,11 @@ def plan_memory(source: Source, kind: str, where: Placement, *, in_files: bool =
     if where.may_spread and where.device.startswith("cuda") and kind == "none" and free_bytes(where.device) < needed:
         devices = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
         if needed <= sum(map(free_bytes, devices)):
-            return MemoryPlan(needed, spread=True)
+            return needed, True
     # bitsandbytes does not run on mps, and packed weights cannot be quantized again.
     quantizable = where.device != "mps" and kind == "none" and set(counts) <= set(FORMATS)
     check_free(source.name, needed, where.device, _remedy(counts, where.device, in_files=in_files, smaller=quantizable))
-    return MemoryPlan(needed)
+    return needed, False
 
 
 def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: bool) -> str:

@@ -271,9 +271,11 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     drafter = pair.drafter
     if not isinstance(drafter, FeatureDrafter):
         return ""
-    if (known := _stored(pair)) is not None:
-        before, drafter.conventions = drafter.conventions, known
-        return "" if known == before else EARLIER
+    file = _readings(pair)
+    if file is not None and (entry := file.get(pair.engine.identity)) is not None:
+        with suppress(TypeError):  # of a version with other conventions
+            before, drafter.conventions = drafter.conventions, Conventions(**entry)
+            return "" if drafter.conventions == before else EARLIER
     if not drafter.is_ambiguous:
         return ""
     try:
@@ -301,12 +303,3 @@ def _readings(pair: Pair) -> EntryFile | None:
     if results is None or not pair.engine.identity:
         return None
     return EntryFile(results.path.with_name(READINGS))
-
-
-def _stored(pair: Pair) -> Conventions | None:
-    file = _readings(pair)
-    if file is None or (entry := file.get(pair.engine.identity)) is None:
-        return None
-    with suppress(TypeError):  # of a version with other conventions
-        return Conventions(**entry)
-    return None

@@ -190,10 +190,6 @@ def _lookup(inputs: DrafterInputs) -> BuiltDrafter:
     return BuiltDrafter(drafter, inputs.open_session("target"))
 
 
-def _suffix(inputs: DrafterInputs) -> BuiltDrafter:
-    return BuiltDrafter(_suffix_drafter(inputs), inputs.open_session("target"))
-
-
 def _suffix_drafter(
     inputs: DrafterInputs,
     throughput: ThroughputEstimate | None = None,
@@ -240,7 +236,9 @@ DRAFTER_KINDS = (
     DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
     DrafterKind(f"{LAYERS}K", _cut, has_probs=True, cuts_target=True),
     DrafterKind("lookup", _lookup),
-    DrafterKind("suffix", _suffix, keeps_texts=True),
+    DrafterKind(
+        "suffix", lambda inputs: BuiltDrafter(_suffix_drafter(inputs), inputs.open_session("target")), keeps_texts=True
+    ),
     DrafterKind(CHAIN, _chain, has_probs=True, uses_loaded=True, keeps_texts=True, parts=("suffix", LOADED)),
 )
 

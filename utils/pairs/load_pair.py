@@ -34,8 +34,7 @@ from utils.models.checkpoints import load_model, load_tokenizer, optional_tokeni
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
-from utils.models.gguf_blocks import UNPACKERS, GgufBlocks, shared_reader
-from utils.models.gguf_model import InBlocks, load_in_blocks
+from utils.models.gguf_model import UNPACKERS, GgufBlocks, load_in_blocks, shared_reader
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, choose_device, choose_dtype
 from utils.models.quantization import check_quantization, stored_quantization
@@ -166,8 +165,9 @@ def _read(
     """A model, its tokenizer if it has one, and the blocks of its GGUF file if engines compute it in these."""
     if source.gguf and quantize == "none" and (where.device, where.dtype) == ("cpu", torch.float32):
         loaded = load_in_blocks(source, where)
-        if isinstance(loaded, InBlocks):
-            return loaded.model, loaded.tokenizer, loaded.blocks if where.engine_weights == "gguf" else None
+        if not isinstance(loaded, str):
+            model, tokenizer, blocks = loaded
+            return model, tokenizer, blocks if where.engine_weights == "gguf" else None
         where.report(f"{source.name} is unpacked to float32 when it is loaded: {loaded}")
     with shared_reader(Path(source.location, source.gguf)) if source.gguf else nullcontext():
         return load_model(source, quantize, where, reads_rest=reads_rest), optional_tokenizer(source), None
@@ -192,7 +192,7 @@ def _pair(
         quantize=stored_quantization(model.config) or target.quantize,
         drafter_quantize=drafter.quantize,
         drafter_dtype=None if drafter.model is None else str(drafter.model.dtype).removeprefix("torch."),
-        engine=_engine(model, drafter.model, replace(target.weights, drafter_blocks=drafter.blocks), identity),
+        engine=_engine(model, drafter, target.weights, identity),
         notes=notes + unknown_ids(model, tokenizer, name) + drafter.notes,
         request=request,
         drafter_tokenizer=drafter.tokenizer,
@@ -210,12 +210,11 @@ def _device_of(model: PreTrainedModel, device: str) -> str:
     return " + ".join(dict.fromkeys(devices))
 
 
-def _engine(
-    target: PreTrainedModel, drafter: PreTrainedModel | FeatureDrafter | None, weights: EngineWeights, identity: str
-) -> Engine:
-    if isinstance(drafter, FeatureDrafter):
-        return Engine([target], helpers=[drafter], weights=weights, identity=identity)
-    return Engine([target, *([drafter] if drafter else [])], weights=weights, identity=identity)
+def _engine(target: PreTrainedModel, drafter: LoadedDrafter, weights: EngineWeights, identity: str) -> Engine:
+    weights = replace(weights, drafter_blocks=drafter.blocks)
+    if isinstance(drafter.model, FeatureDrafter):
+        return Engine([target], helpers=[drafter.model], weights=weights, identity=identity)
+    return Engine([target, *([drafter.model] if drafter.model else [])], weights=weights, identity=identity)
 
 
 def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:

@@ -84,7 +84,6 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
         )
     known: dict[str, str | None] = {}
     changes: dict[str, str | None] = {}
-    defaults: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if equals:
@@ -94,10 +93,10 @@ def parse_request(text: str, current: PairRequest, pairs: Mapping[str, PairSpec]
             # Every option, so that a known pair is the same pair whatever was loaded before.
             known = asdict(pairs[check_choice(word, tuple(pairs), "pair")].request)
     if "target" in changes:
-        defaults["drafter"] = None
-    if (known | defaults | changes).get("drafter", current.drafter) is None:
-        defaults["drafter_quantize"] = "none"  # options of the old drafter are dropped with it
-    return replace(current, **(known | defaults | changes))  # type: ignore[arg-type]
+        changes.setdefault("drafter", None)
+    if (known | changes).get("drafter", current.drafter) is None:
+        changes.setdefault("drafter_quantize", "none")  # options of the old drafter are dropped with it
+    return replace(current, **(known | changes))  # type: ignore[arg-type]
 
 
 def check_drafter(word: str) -> str:

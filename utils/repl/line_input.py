@@ -197,7 +197,6 @@ def typed_lines(
     colour: bool,
     history: History,
     status: Callable[[], str] = lambda: "",
-    prompt: str = "> ",
 ) -> Iterator[str]:
     """Typed lines, until Ctrl-D. Ctrl-C drops the current line. `status` returns the text of the toolbar."""
     session: PromptSession[str] = PromptSession(
@@ -216,7 +215,7 @@ def typed_lines(
     )
     while True:
         try:
-            lines = split_lines(session.prompt(prompt))
+            lines = split_lines(session.prompt("> "))
             with quiet_keyboard():
                 yield from lines
         except KeyboardInterrupt:

@@ -38,7 +38,6 @@ CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "No settings have been changed, so there is nothing to revert."
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
-STORAGE_LOST = "The n-gram storage is empty now: it held tokens of the old target."
 CONVERSATION_LOST = "The conversation starts over: {} forgotten."
 
 
@@ -369,7 +368,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         raise
     # Last, because these describe the state of the old pair.
     if state.storage and not before.reset_in_between:
-        note(STORAGE_LOST)
+        note("The n-gram storage is empty now: it held tokens of the old target.")
     if turns := len(state.conversations):
         note(CONVERSATION_LOST.format(count_of(turns, "turn")))
     if state.training is not None:

@@ -40,8 +40,7 @@ from utils.comparison.records import (
     RecordFile,
     Report,
     ReportEvent,
-    detail_records,
-    report_record,
+    report_records,
     run_records,
 )
 from utils.comparison.training import Training
@@ -63,13 +62,9 @@ from utils.servers.address import ServerAddress
 from utils.text import encodable, quoted_text, unescape
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
-SAME_REASON = "Not run, for the same reason as {}."
-COMPARING = "{}: comparing its logits with target-only ..."
-COMPARISON_STOPPED = "The comparison was stopped; the runs are kept."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
-FINISHED = "Stopped. Finished so far:"
 
 
 class Verdict(Enum):
@@ -167,7 +162,7 @@ class Runner:
                     if first == arm.name:
                         explain_error(self.renderer, shown)
                     else:
-                        self.renderer.error(SAME_REASON.format(first))
+                        self.renderer.error(f"Not run, for the same reason as {first}.")
                     continue
                 if run.finish is FinishReason.INTERRUPTED:
                     return True
@@ -181,7 +176,7 @@ class Runner:
         try:
             show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
         except KeyboardInterrupt:
-            self.renderer.note(COMPARISON_STOPPED)
+            self.renderer.note("The comparison was stopped; the runs are kept.")
             raise
         except Exception as error:
             self.renderer.note(NOT_EXPLAINED)
@@ -193,7 +188,7 @@ class Runner:
     def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
         """Compute the cause of each difference, and add it to `causes` at once."""
         for strategy, run in unlike_target(last):
-            self.renderer.count(COMPARING.format(strategy.name))
+            self.renderer.count(f"{strategy.name}: comparing its logits with target-only ...")
             causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
             yield strategy.name, causes[strategy.name]
 
@@ -213,21 +208,20 @@ class Runner:
             finished = True
         except KeyboardInterrupt:
             findings += _remaining_findings(report.events)
-            self.renderer.note(FINISHED if findings else NOTHING_FINISHED)
+            self.renderer.note("Stopped. Finished so far:" if findings else NOTHING_FINISHED)
         finally:
             self.renderer.end_progress()
             if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
-        return STATUSES[report.status(findings)] if finished else Verdict.INTERRUPTED
+        return STATUSES[report.status([one.figures for one in findings])] if finished else Verdict.INTERRUPTED
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        pair = self.harness.loaded
+        pair, rows = self.harness.loaded, [one.figures for one in findings]
         other = None if pair is None else pair.engine.faster_baseline()
         # Servers have their own baselines.
-        own = any(one.figures.get("speedup") is not None and "baseline" not in one.figures for one in findings)
-        lines = [*report.conclude(findings), *([other.sentence] if other is not None and own else [])]
-        record = report_record(report, findings, lines, pair, finished=finished)
-        records = [record, *detail_records(report)]
+        own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
+        lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
+        records = report_records(report, rows, lines, pair, finished=finished)
         self._add(lambda: records)
         show_report(self.renderer, report, findings, lines)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from utils.comparison.arms import row_name
+from utils.comparison.arms import PREFIX
 from utils.comparison.harness import SessionState
 from utils.config.settings import Settings, listed_settings, setting_fields
 from utils.config.value_types import Limits
@@ -32,7 +32,7 @@ def model_facts(
     pair: Pair | None, settings: Settings, servers: Sequence[ServerAddress] = ()
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs for /show. `pair` is None if no models are loaded."""
-    listed = tuple((row_name(server.name), server.url) for server in servers)
+    listed = tuple((PREFIX + server.name, server.url) for server in servers)
     if pair is None:
         return (("target model", "none"), *listed)
     bound, kind, name = context_length(pair.target), f"({pair.drafter_kind})", str(pair.drafter_name)

@@ -25,13 +25,13 @@ from rich.table import Table
 from rich.text import Text
 from termcolor import colored
 
+from utils.screen import CLEAR_LINE
 from utils.text import byte_size, visible
 
 STEP_SECONDS = 10.0
 UNLIMITED = 10_000  # columns of a file or a pipe
 MARGIN = 1  # columns right of a progress line: after the last one some terminals begin a new line
 MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
-CLEAR_LINE = "\r\x1b[K"
 IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
@@ -72,7 +72,6 @@ MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
     Mark.NAME: (None, ["bold"]),
     Mark.NOTE: (None, ["dark"]),
 }
-MARKS_EXPLAINED = "bold green: drafts that the target accepted"
 
 
 ColouredPiece = tuple[str, str]
@@ -226,7 +225,7 @@ class Renderer:
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
-            self._line(self._out, MARKS_EXPLAINED, "dim")
+            self._line(self._out, "bold green: drafts that the target accepted", "dim")
             self._has_explained = True
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
@@ -239,7 +238,8 @@ class Renderer:
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size
-        self._write(text + "\n")
+        # Not through rich, which would wrap the text and break the escape sequences of termcolor.
+        self._out.write(text + "\n")
 
     @property
     def is_ascii(self) -> bool:
@@ -260,14 +260,15 @@ class Renderer:
         """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first. `colours`
         are those of the first cells.
         """
-        self._draw(report_table(headings, list(rows), self._out.table_width, optional, colours=colours))
+        width = self._out.table_width
+        self._out.draw(report_table(headings, list(rows), width, optional, colours=colours), width)
 
     def result(self, text: str) -> None:
         self._line(self._out, text)
 
     def data(self, text: str) -> None:
         """Lines of data to copy. They are never broken."""
-        self._write(self._drawable(visible(text)) + "\n")
+        self._out.write(self._drawable(visible(text)) + "\n")
 
     def progress(self, text: str) -> None:
         """The current work. On a terminal the next output replaces this line, elsewhere it stays."""
@@ -307,19 +308,16 @@ class Renderer:
         self._messages.crash()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        self._draw(list_table(list(rows), self._out.table_width))
+        self._out.draw(list_table(list(rows), self._out.table_width), self._out.table_width)
 
     def newline(self) -> None:
-        self._write("\n")
+        self._out.write("\n")
 
     def clear(self) -> None:
         self._out.clear()
 
     def _line(self, writer: Writer, text: str, style: str = "") -> None:
         writer.line(self._drawable(visible(text)), style)
-
-    def _draw(self, content: RenderableType) -> None:
-        self._out.draw(content, self._out.table_width)
 
     def _drawable(self, text: str) -> str:
         """The text, with ASCII characters for frames and dots if the screen has no others."""
@@ -330,10 +328,6 @@ class Renderer:
             return text
         # A flag, because termcolor would otherwise read environment variables and differ from rich.
         return colored(text, colour, attrs=attributes, force_color=True)
-
-    def _write(self, text: str) -> None:
-        # Not through rich, which would wrap the text and break the escape sequences of termcolor.
-        self._out.write(text)
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
 from utils.comparison.harness import LastPrompt, own_conversations
@@ -18,13 +18,12 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import DraftTrace, RoundTiming, first_difference
-from utils.screen.renderer import ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
+from utils.screen.renderer import NOISE, ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
 from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
-READS_THE_SAME = ", but the text reads the same"
 
 SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
 RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
@@ -39,14 +38,6 @@ LEGEND = (
 )
 
 
-class RunColumn(NamedTuple):
-    """A column of the comparison: its heading, and a run's cell. Some columns are shown only beside servers."""
-
-    heading: str
-    cell: Callable[[ComparedRun], str]
-    of_servers: bool = False
-
-
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -59,22 +50,23 @@ def _star(entry: ComparedRun) -> str:
     return STAR if entry.run.other_tokens else ""
 
 
-COLUMNS = (
-    RunColumn("strategy", lambda entry: entry.run.name),
-    RunColumn("tokens", lambda entry: _number(entry.run.new_tokens, "{}")),
-    RunColumn("seconds", lambda entry: f"{entry.run.seconds:.2f}"),
-    RunColumn("first token, s", lambda entry: _number(entry.run.first_seconds, "{:.2f}"), of_servers=True),
-    RunColumn("tokens/s", lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry))),
-    RunColumn("decode tokens/s", lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"), True),
-    RunColumn("speed-up", _speedup),
-    RunColumn("acceptance", lambda entry: _number(entry.run.acceptance_rate, "{:.3f}")),
-    RunColumn("drafts/round", lambda entry: _number(entry.run.drafts_per_round, "{:.1f}")),
-    RunColumn("tokens/forward", lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}")),
-    RunColumn("text", lambda entry: entry.comparison.text),
-)
+# The columns of the comparison: their headings, and the cell of a run.
+COLUMNS: dict[str, Callable[[ComparedRun], str]] = {
+    "strategy": lambda entry: entry.run.name,
+    "tokens": lambda entry: _number(entry.run.new_tokens, "{}"),
+    "seconds": lambda entry: f"{entry.run.seconds:.2f}",
+    "first token, s": lambda entry: _number(entry.run.first_seconds, "{:.2f}"),
+    "tokens/s": lambda entry: _number(entry.run.tokens_per_second, "{:.1f}" + _star(entry)),
+    "decode tokens/s": lambda entry: _number(entry.run.decode_tokens_per_second, "{:.1f}"),
+    "speed-up": _speedup,
+    "acceptance": lambda entry: _number(entry.run.acceptance_rate, "{:.3f}"),
+    "drafts/round": lambda entry: _number(entry.run.drafts_per_round, "{:.1f}"),
+    "tokens/forward": lambda entry: _number(entry.run.tokens_per_target_forward, "{:.2f}"),
+    "text": lambda entry: entry.comparison.text,
+}
+OF_SERVERS = ("first token, s", "decode tokens/s")  # shown only beside servers
 # Columns that are dropped on a narrow screen, in this order.
 OPTIONAL = ("seconds", "drafts/round", "tokens", "first token, s", "acceptance", "decode tokens/s")
-NOISE = "noise"  # the cell of a speed-up that drafts cannot have caused
 
 
 @dataclass(slots=True)
@@ -192,7 +184,7 @@ class RunView:
         if not sentence.endswith(":"):
             self._write(self._named(sentence + (f" ({ended})" if ended and ended != other_ended else "")))
         elif ours == theirs:
-            self._write(self._named(sentence.removesuffix(":") + READS_THE_SAME))
+            self._write(self._named(sentence.removesuffix(":") + ", but the text reads the same"))
         else:
             first = start_of_context(ours, first_difference(ours, theirs) or 0)
             shown = from_character(self._pieces, first)
@@ -247,13 +239,6 @@ def round_pieces(
     return painted
 
 
-def round_timing(step: Step, timing: RoundTiming) -> str:
-    """The milliseconds of a round by activity, and its number of new tokens."""
-    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
-    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    return f"{shown} ms | +{len(step.tokens)}"
-
-
 def trace_lines(traces: Sequence[DraftTrace], tokenizer: Any) -> list[str]:
     """Lines on the drafts of a round: why one was rejected, and by how many tokens of context n-grams were found."""
     lines = [_rejection(trace, tokenizer) for trace in traces if not trace.is_accepted]
@@ -288,18 +273,20 @@ def show_round(
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
     pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
-    renderer.pieces(f"{number:4d} ", [*pieces, (round_timing(step, timing), "dark_grey")])
+    parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
+    shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
+    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "dark_grey")])
     for line in trace_lines(traces, tokenizer):
         renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
     beside_servers = not all(entry.run.is_local for entry in compared)
-    columns = [column for column in COLUMNS if beside_servers or not column.of_servers]
-    rows = [tuple(column.cell(entry) for column in columns) for entry in compared]
+    columns = {heading: cell for heading, cell in COLUMNS.items() if beside_servers or heading not in OF_SERVERS}
+    rows = [tuple(cell(entry) for cell in columns.values()) for entry in compared]
     colours = [entry.arm.colour for entry in compared]
     renderer.newline()
-    renderer.table([column.heading for column in columns], rows, OPTIONAL, colours=colours)
+    renderer.table([*columns], rows, OPTIONAL, colours=colours)
 
 
 def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[str, Divergence]]) -> None:
@@ -323,7 +310,7 @@ def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[t
         renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
     other = pair.engine.faster_baseline()
     elsewhere = other.sentence if other else ""
-    if sentence := summary(last.strategies, last.jobs, elsewhere):
+    if sentence := summary([one for one in last.compared if one.run.is_local], last.jobs, elsewhere):
         renderer.result(sentence)
 
 
@@ -337,7 +324,7 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.table(report.headings, cells, report.optional)
     for line in conclusion:
         renderer.result(line)
-    if attachment := report.attachment(findings):
+    if attachment := report.attachment([finding.figures for finding in findings]):
         renderer.data(attachment)
 
 

@@ -6,10 +6,9 @@ import torch
 from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
-from sampling.distill.chat_script import ANSWER
-from sampling.distill.loss import count_acceptance, distillation_loss
-from sampling.distill.pages import TextPage
+from sampling.distill.pages import ANSWER, TextPage
 from sampling.distill.students import Predictions, Student
+from sampling.distill.trainer import count_acceptance, distillation_loss
 
 LAYERS = (1, -1)
 

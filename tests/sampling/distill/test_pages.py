@@ -8,8 +8,19 @@ from tiny import hidden_features, tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sampling.distill.chat_script import ANSWER, DOCUMENT, QUESTION, TEMPLATE, Conversation, Opening, Script, openings
-from sampling.distill.pages import LEAST_TEXT, Corpus, PageGenerator
+from sampling.distill.pages import (
+    ANSWER,
+    DOCUMENT,
+    LEAST_TEXT,
+    QUESTION,
+    TEMPLATE,
+    Conversation,
+    Corpus,
+    Opening,
+    PageGenerator,
+    Script,
+    openings,
+)
 from utils.engine import attention
 
 LAYERS = (1, -1)

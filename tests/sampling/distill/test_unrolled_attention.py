@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sampling.distill.unrolled_attention import unrolled_attention
+from sampling.distill.students import unrolled_attention
 
 
 @pytest.mark.parametrize("count", [5, 12, 13])

@@ -10,7 +10,7 @@ import pytest
 from local_runs import local_run
 from simulations import FEWER as RESAMPLES
 
-from utils.commands.experiments.context_causes import (
+from utils.commands.ladder import (
     ACCEPTANCE,
     DRAFTING,
     FEWER,

@@ -22,8 +22,7 @@ from simulations import FEWER as RESAMPLES
 from table_model import TableModel
 
 from utils.commands import ladder
-from utils.commands.experiments.context_causes import ACCEPTANCE, DRAFTING, FEWER, VERIFYING, lowers
-from utils.commands.ladder import QUESTION, conclusion
+from utils.commands.ladder import ACCEPTANCE, DRAFTING, FEWER, QUESTION, VERIFYING, conclusion, lowers
 from utils.comparison.arms import LocalArm, Run
 from utils.comparison.records import Countdown, Progress
 from utils.config.settings import Settings

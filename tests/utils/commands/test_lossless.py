@@ -12,7 +12,6 @@ from tiny import tiny_llama, tiny_mamba
 
 from utils.commands.checks import ALL_MATCH, NO_DIFFERENCE, OTHER, RARE, TOO_FEW, WRONG, conclusion
 from utils.comparison.arms import empty_storage
-from utils.comparison.records import Finding
 from utils.comparison.strategies import STRATEGIES, Job, SharedPrefills
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
@@ -74,7 +73,7 @@ def test_too_few_draws_give_no_verdict(view: Screen, tmp_path: Path) -> None:
 def test_the_conclusion_names_what_is_wrong_and_what_to_do() -> None:
     def lines(**changes: Any) -> list[str]:
         row = {"strategy": "a", "support": 9, "draws": 40, "p_value": 1e-4, "verdict": RARE}
-        return conclusion([Finding((), row | changes)])
+        return conclusion([row | changes])
 
     assert "0.0001" in lines()[0]
     assert "report" in lines(verdict=WRONG, p_value=0.0)[0]

@@ -23,7 +23,9 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     drafter = write_checkpoint(tmp_path / "drafter", speculators_config({}), eagle3_tensors({}))
     pair = load(target, drafter)
     varied = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    monkeypatch.setattr(pairs, "own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied])
+    monkeypatch.setattr(
+        "utils.pairs.doctor.own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied]
+    )
     view, file = screen(), tmp_path / "records.jsonl"
     before = pair.drafter.conventions
     open_session(view, pair, records=file).handle("/pair doctor")  # the tokenizer has more ids than the target

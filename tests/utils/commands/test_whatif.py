@@ -11,7 +11,6 @@ from fakes import Screen, open_session, records_of, reported, table_pair
 
 from utils.commands.experiments.speed_model import TargetTiming
 from utils.commands.whatif import ESTIMATE, EXACT, _conclusion
-from utils.comparison.records import Finding
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.costs import Costs
 from utils.metrics.results import Generation
@@ -77,13 +76,13 @@ def predicted(name: str, *speedups: float, auto: float = 0.9) -> list[dict[str, 
 
 
 def concluded(gamma: int, *strategies: list[dict[str, Any]]) -> list[str]:
-    return _conclusion(gamma, [Finding(("shown",), row) for rows in strategies for row in rows])
+    return _conclusion(gamma, [row for rows in strategies for row in rows])
 
 
 def test_the_conclusion_names_a_gamma_only_if_it_is_predicted_to_be_faster() -> None:
     slow, fast = predicted("a", 1.0, 1.01, 0.9), predicted("b", 1.0, 1.3, 1.52, auto=1.4)
     sentence, meaning = concluded(2, slow)
-    assert "no gamma" in sentence and meaning == EXACT
+    assert "no gamma" in sentence and meaning.startswith(EXACT)
     first, second, _, following = concluded(3, slow, fast)
     assert "no gamma" in first and "gamma 2" in second and "1.52x" in second and "1.40x" in second
     assert "/gamma 2" in following and "/race 5" in following

@@ -10,7 +10,6 @@ from fakes import table_pair
 from local_runs import local_run
 
 from ngram_assisted import NGramStorage
-from utils.comparison import arms
 from utils.comparison.arms import LocalArm, Run, compare_run
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
@@ -64,7 +63,7 @@ def test_runs_are_prepared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch
         return Generation((Step((), 0, 1),), 1.0, 0.5, FinishReason.LENGTH)
 
     monkeypatch.setattr(arms, "prepare_run", lambda _, *positions: happened.append(positions))
-    monkeypatch.setattr(arms, "collect", timed)
+    monkeypatch.setattr("utils.metrics.results.collect", timed)
     pair = table_pair()
     job = Job([1, 2, 3], pair, replace(SETTINGS, length=9), NGramStorage(3, 64))
     LocalArm(ROWS["target"], pair, job=job).run("", job.settings)

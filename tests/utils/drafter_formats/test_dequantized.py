@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from utils.drafter_formats.mtp import mtp_layers
-from utils.models.dequantized import ROWS, QuantizedWeight
+from utils.models.quantization import ROWS, QuantizedWeight
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 24]}
 FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {

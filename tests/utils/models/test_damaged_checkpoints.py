@@ -27,6 +27,8 @@ from utils.models import checkpoints, sources
 from utils.models.load_errors import CAUSES, explained_errors, quiet
 from utils.models.sources import locate
 
+GATED, TOKEN, UNKNOWN_ID, OFFLINE, REMOTE_CODE, PICKLED, MEMORY = CAUSES  # sentences in the order of the table
+
 
 def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
@@ -71,7 +73,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "config.json"),
     (lambda folder: (folder / "config.json").write_text("{oops"), "JSON"),
     (lambda folder: edit_config(folder, model_type="unheard-of"), "unheard-of"),
-    (require_remote_code, CAUSES["remote code"].sentence),
+    (require_remote_code, REMOTE_CODE),
     (become_a_vision_model, "ViT"),
     (remove_the_tokenizer, "tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "could not be loaded"),
@@ -126,12 +128,12 @@ def test_paths_that_do_not_exist() -> None:
 
 
 def test_words_that_are_not_a_hub_id() -> None:
-    assert CAUSES["unknown id"].sentence in refusal("not a model")
+    assert UNKNOWN_ID in refusal("not a model")
 
 
 def test_an_unknown_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert CAUSES["offline"].sentence in refusal("nobody/no-such-model")
+    assert OFFLINE in refusal("nobody/no-such-model")
 
 
 class ConnectError(OSError):
@@ -164,31 +166,31 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
         assert source.arguments == {"trust_remote_code": False, "revision": "v1", "local_files_only": True}
         assert len(lines) == 1 and "some/model@v1" in lines[0]
     else:
-        assert CAUSES["offline"].sentence in refusal("some/model@v1")
+        assert OFFLINE in refusal("some/model@v1")
     assert requests == [("some/model", "v1")]
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
-    [(RepositoryNotFoundError("404"), "unknown id"), (OSError("401: Invalid credentials"), "token")],
+    ("error", "words"),
+    [(RepositoryNotFoundError("404"), UNKNOWN_ID), (OSError("401: Invalid credentials"), TOKEN)],
 )
-def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str) -> None:
+def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", fail)
-    assert CAUSES[cause].sentence in refusal("some/model@v9")
+    assert words in refusal("some/model@v9")
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (GatedRepoError("403"), CAUSES["gated"].sentence),
-        (RepositoryNotFoundError("404"), CAUSES["unknown id"].sentence),
-        (torch.OutOfMemoryError("CUDA out of memory"), CAUSES["memory"].sentence),
-        (MemoryError(), CAUSES["memory"].sentence),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), CAUSES["memory"].sentence),
+        (GatedRepoError("403"), GATED),
+        (RepositoryNotFoundError("404"), UNKNOWN_ID),
+        (torch.OutOfMemoryError("CUDA out of memory"), MEMORY),
+        (MemoryError(), MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MEMORY),
         (RuntimeError("something else\nwith details"), "(something else)"),
         (RuntimeError(), "(RuntimeError)"),
     ],

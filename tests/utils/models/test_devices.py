@@ -129,4 +129,4 @@ def test_auto_spreads_a_model_that_is_too_large_for_one_gpu(
         with pytest.raises(UserError, match="memory"):
             plan_memory(source, "none", where)
     else:
-        assert plan_memory(source, "none", where).spread is spread
+        assert plan_memory(source, "none", where)[1] is spread

@@ -9,9 +9,9 @@ import torch
 from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 
-from utils.models import gguf_blocks
+from utils.models import gguf_model
 from utils.models.checkpoints import load_model
-from utils.models.gguf_blocks import UNPACKERS, BlockIndex, GgufBlocks, Stored, shared_reader, unpacked
+from utils.models.gguf_model import UNPACKERS, BlockIndex, GgufBlocks, Stored, shared_reader, unpacked
 from utils.models.memory import Placement
 from utils.models.sources import locate
 
@@ -22,7 +22,7 @@ GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16
 @pytest.mark.parametrize("kind", UNPACKERS)
 def test_every_block_has_the_bits_of_the_reference(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random bytes reach every field of a block, unlike weights that were quantized."""
-    monkeypatch.setattr(gguf_blocks, "UNPACKED_BYTES", at_once)
+    monkeypatch.setattr(gguf_model, "UNPACKED_BYTES", at_once)
     quantization = gguf.GGMLQuantizationType[kind]
     weights, size = gguf.GGML_QUANT_SIZES[quantization]
     assert UNPACKERS[kind][1] == size

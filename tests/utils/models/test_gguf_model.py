@@ -20,7 +20,7 @@ from utils.engine.stored_weights import rows_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
-from utils.models import checkpoints, gguf_blocks, gguf_model
+from utils.models import checkpoints, gguf_model
 from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
 
@@ -154,8 +154,7 @@ def interrupt(*_: object, **__: object) -> str:
 
 def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = sample_logits(load(file, engine_weights="gguf").target)
-    for module in (gguf_blocks, gguf_model):
-        monkeypatch.setattr(module, "GGUFReader", lambda path: pytest.fail("the file was parsed"))
+    monkeypatch.setattr(gguf_model, "GGUFReader", lambda path: pytest.fail("the file was parsed"))
     assert torch.equal(sample_logits(load(file, engine_weights="gguf").target), first)
 
 
@@ -229,7 +228,7 @@ def test_the_embedded_target_has_the_bits_of_its_unpacked_weights() -> None:
     pair.engine.use("invariant", 1)
     logits, ids = sample_logits(pair.target), pair.tokenizer(text).input_ids
     plain = load("embedded", "head")  # from its float32 folder
-    blocks = gguf_blocks.GgufBlocks(loading.embedded_gguf(print), plain.target)
+    blocks = gguf_model.GgufBlocks(loading.embedded_gguf(print), plain.target)
     unpacked = loading._engine(plain.target, plain.drafter, loading.EngineWeights("gguf", blocks), "")
     unpacked.use("invariant", 1)
     assert torch.equal(sample_logits(plain.target), logits)

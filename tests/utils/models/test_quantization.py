@@ -193,4 +193,4 @@ def test_a_failing_kernel_is_one_sentence_while_loading(wide: Path, monkeypatch:
     sentence = refusal(wide, "layers:1", quantize="int4")
     assert "'wide'" in sentence and "(no such kernel)" in sentence and "--quantize" in sentence
     monkeypatch.setattr(quantization, "unpack", lambda packed, bits: (_ for _ in ()).throw(MemoryError()))
-    assert CAUSES["memory"].sentence in refusal(wide, "layers:1", quantize="int4")
+    assert [*CAUSES][-1] in refusal(wide, "layers:1", quantize="int4")

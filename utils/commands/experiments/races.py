@@ -11,23 +11,10 @@ from statistics import median
 from typing import Any, Self, TypeVar
 
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped, marked
+from utils.comparison import speed_claims as claims
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, shortened
-from utils.comparison.speed_claims import (
-    BASELINE,
-    FASTER,
-    NO_BASELINE,
-    SLOWER,
-    TOO_FEW,
-    interval_text,
-    reasons_unknown,
-    rough,
-    server_notes,
-    speed_claim,
-    speed_sentence,
-    speedup_text,
-)
+from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, gathered, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -186,7 +173,7 @@ class ArmRace:
     """The items and the results so far.
 
     `failures` counts, by server, the prompts in a row without an answer. `places` are those of prompts that could be
-    run, in their order. `weight` is how long an item takes relative to others.
+    run, in their order.
     """
 
     harness: Harness
@@ -196,7 +183,6 @@ class ArmRace:
     failures: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
-    weight: Callable[[RaceItem], float] = lambda item: 1.0
 
     def events(self) -> Iterator[ReportEvent]:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
@@ -204,8 +190,9 @@ class ArmRace:
             yield Note(ONLY_FIRST_TURNS)
         yield Progress("warming up ...")
         self._warm_up()
-        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0.0
-        whole = self.repeats * sum(map(self.weight, self.items))
+        # A long prompt takes longer than a short one.
+        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0
+        whole = self.repeats * sum(len(item.prompt.text) for item in self.items)
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
             # The prompts of a file keep their order; the values of a sweep take turns.
@@ -215,7 +202,7 @@ class ArmRace:
                 where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
                 yield countdown.progress(spent / whole, where)
                 yield from self.run(item, repeat)
-                spent += self.weight(item)
+                spent += len(item.prompt.text)
         if not self.results:
             raise UserError("none of the prompts could be run.")
 
@@ -282,7 +269,6 @@ NO_TARGET = "Nothing to compare with: /target on adds speed-ups."
 NO_RIVAL = "No enabled strategy drafts, so there is nothing to compare."
 UNPAIRED = "{}: no speed-up over {}. It needs answers of both to the same prompts, token counts, and one host."
 OTHER_REASON = "{}: no drafts of these answers are known, so the difference may have another reason than speculation."
-MORE_PROMPTS = "Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals."
 MORE_REPEATS = f"Next: /race {REPEATS} tells whether the difference is real."
 OWN_PROMPTS = "Next: /whatif predicts other values of /gamma, and /race 3 FILE measures your own prompts."
 LIMITS = "Next: /why shows what limits the speed-up of a prompt."
@@ -302,8 +288,8 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
         (not both, RANGE),
         (not several or servers, spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000, drop=4)),
         (not several or servers, spread("decoding", "decode_tokens_per_second", "{:.1f}", drop=3)),
-        (True, ResultColumn("speed-up", speedup_text)),
-        (True, ResultColumn("95 % interval", lambda row: interval_text(row["interval"]))),
+        (True, ResultColumn("speed-up", claims.speedup_text)),
+        (True, ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]))),
         (both, figure("acceptance", "acceptance_rate", "{:.3f}", drop=6)),
         (both, figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=2 if servers else 0)),
         (both, ResultColumn("text", _same_text)),
@@ -358,7 +344,7 @@ def race_row(task: str, group: Sequence[RaceResult], *, these_prompts: bool = Fa
     per_forward = total.tokens_per_target_forward or None
     # Only drafts can save forward passes, so tokens per forward mean nothing for other arms.
     drafts = arm.strategy.drafts if arm.strategy is not None else bool(total.drafted)
-    claim = speed_claim(
+    claim = claims.speed_claim(
         groups,
         baseline=first.name == first.baseline,
         tokens_per_forward=per_forward if drafts else None,
@@ -397,16 +383,13 @@ def _server_figures(group: Sequence[RaceResult]) -> dict[str, Any]:
         "baseline": runs[0].baseline,
         "other_tokens": [run.other_tokens for run in runs],
         "disturbed": any(run.other_tokens for run in runs) or any(others),
-        "acceptance_unknown": reasons_unknown(run.acceptance for run in runs),
+        "acceptance_unknown": claims.reasons_unknown(run.acceptance for run in runs),
     }
 
 
 def speedups_by_prompt(group: Sequence[RaceResult]) -> list[list[float]]:
-    by_prompt: dict[int, list[float]] = {}
-    for result in group:
-        if speedup := result.speedup:
-            by_prompt.setdefault(result.item.number, []).append(speedup)
-    return list(by_prompt.values())
+    known = ((result.item.number, speedup) for result in group if (speedup := result.speedup))
+    return list(gathered(known).values())
 
 
 def race_conclusion(rows: Sequence[Row], prompts: int | None = None) -> list[str]:
@@ -418,12 +401,12 @@ def race_conclusion(rows: Sequence[Row], prompts: int | None = None) -> list[str
     overall = list(tasks.values())[-1]  # all prompts, or the only task
     finished = max(row["prompts"] for row in overall)
     lines = [f"{finished} of {prompts} prompts were run."] if prompts and finished < prompts else []
-    lines += [sentence for row in overall if (sentence := speed_sentence(row))]
+    lines += [sentence for row in overall if (sentence := claims.speed_sentence(row))]
     lines += best_of_each(dict(list(tasks.items())[:-1]))
     lines += other_reasons(overall)
     servers = "baseline" in overall[0]
     if servers or prompts:  # the texts of the last prompt have been compared before
-        compared = (row for row in overall if row["compared_texts"] and row["verdict"] != BASELINE)
+        compared = (row for row in overall if row["compared_texts"] and row["verdict"] != claims.BASELINE)
         lines += [f"{row['strategy']}: {texts(row)}." for row in compared]
     return [*lines, *(_missing_baselines(overall) if servers else _next(overall, of_file=bool(prompts)))]
 
@@ -435,27 +418,29 @@ def best_of_each(groups: Mapping[str, Sequence[Row]]) -> list[str]:
     """
     lines, undecided = [], []
     for name, rows in groups.items():
-        known = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE and row["speedup"] is not None]
+        known = [
+            row for row in rows if row["lossless"] and row["verdict"] != claims.BASELINE and row["speedup"] is not None
+        ]
         if not known:
             continue
         best = max(known, key=lambda row: (not row["without_gain"] or row["speedup"] <= 1, row["speedup"]))
         is_noise = best["without_gain"] and best["speedup"] > 1
-        if best["verdict"] == TOO_FEW and not is_noise:
+        if best["verdict"] == claims.TOO_FEW and not is_noise:
             undecided.append(f"{name}, {best['strategy']} {with_bounds(best)}")
         else:
-            lines.append(f"{name}: {speed_sentence(best)}")
+            lines.append(f"{name}: {claims.speed_sentence(best)}")
     return [*([f"Too few runs to tell: {'; '.join(undecided)}."] if undecided else []), *lines]
 
 
 def with_bounds(row: Row) -> str:
     """The speed-up of a task with its interval, if that has bounds."""
     if row["interval"] is None:
-        return f"about {rough(row['speedup'])}"
+        return f"about {claims.rough(row['speedup'])}"
     return f"{row['speedup']:.2f}x ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
 
 
 def other_reasons(rows: Sequence[Row]) -> list[str]:
-    doubtful = (row for row in rows if "baseline" in row and row["verdict"] == FASTER and not row["drafted"])
+    doubtful = (row for row in rows if "baseline" in row and row["verdict"] == claims.FASTER and not row["drafted"])
     return [OTHER_REASON.format(row["strategy"]) for row in doubtful]
 
 
@@ -480,20 +465,20 @@ def texts(row: Row) -> str:
 
 def _missing_baselines(rows: Sequence[Row]) -> list[str]:
     """The servers without a speed-up, and why, and what limits their figures."""
-    notes = [note for row in rows for note in server_notes(row["strategy"], row)]
+    notes = [note for row in rows for note in claims.server_notes(row["strategy"], row)]
     if all(row["baseline"] is None for row in rows):
-        return [NO_BASELINE, *notes]
+        return [claims.NO_BASELINE, *notes]
     unpaired = (row for row in rows if row["baseline"] and not row["speedups"])
     return [*(UNPAIRED.format(row["strategy"], row["baseline"]) for row in unpaired), *notes]
 
 
 def _next(rows: Sequence[Row], *, of_file: bool) -> list[str]:
-    rivals = [row for row in rows if row["lossless"] and row["verdict"] != BASELINE]
+    rivals = [row for row in rows if row["lossless"] and row["verdict"] != claims.BASELINE]
     if not rivals or all(row["speedup"] is None for row in rows):
         return [NO_TARGET if rivals else NO_RIVAL]
     verdicts = {row["verdict"] for row in rivals}
-    if of_file and FASTER not in verdicts and verdicts != {SLOWER}:
-        return [MORE_PROMPTS]
-    if not of_file and TOO_FEW in verdicts:
+    if of_file and claims.FASTER not in verdicts and verdicts != {claims.SLOWER}:
+        return ["Next: more prompts, or more repeats (/race 3 FILE), narrow the intervals."]
+    if not of_file and claims.TOO_FEW in verdicts:
         return [MORE_REPEATS]
-    return [OWN_PROMPTS if FASTER in verdicts and not of_file else LIMITS]
+    return [OWN_PROMPTS if claims.FASTER in verdicts and not of_file else LIMITS]

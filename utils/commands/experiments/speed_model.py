@@ -74,7 +74,9 @@ def replay_events(
                 drafts.append(draft)
                 done = place + len(drafts) / (len(tokens) + AUTO_GAMMA)
                 yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
-        recorded = RecordedDrafter(_rounds(drafts, longest), len(text.context)) if drafts else None
+        if longest.replay is Replay.BY_TOKEN:
+            drafts = [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
+        recorded = RecordedDrafter(drafts, len(text.context)) if drafts else None
         for gamma in range(AUTO_GAMMA + 1):
             drafter = recorded or _build(job, strategy, gamma).drafter
             yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
@@ -105,12 +107,6 @@ def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int
     forced = replace(inputs, decoding=replace(inputs.decoding, noise=noise, processor=processor))
     built = drafter_kind(LOADED).build(forced)
     return expected_counts(text, built.drafter, temperature, count)
-
-
-def _rounds(drafts: Sequence[Draft], built: BuiltDrafter) -> Sequence[Draft]:
-    if built.replay is Replay.BY_ROUND:
-        return drafts
-    return [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
 
 
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:

@@ -10,17 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from utils.commands.experiments.races import OTHER_REASON
-from utils.commands.shared.result_tables import (
-    NOTHING,
-    ResultColumn,
-    ResultTable,
-    Row,
-    figure,
-    figures_of,
-    marked,
-    rate_of,
-)
-from utils.comparison.records import Finding
+from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, marked
 from utils.comparison.speed_claims import (
     FASTER,
     MIN_VALUES,
@@ -51,11 +41,8 @@ SAVED_NOTHING = "No draft was accepted, so drafts cannot have made it faster."
 STOPS = "Speculation stops paying between {} and {} requests {}."
 NO_GAIN = "With more than {} {}, neither a gain nor a loss was measured."
 FIXED = "End tokens were ignored (fixed=). Texts repeat themselves after their end, so drafts are accepted more often."
-GOODPUT = "Goodput counts the requests a second with {}."
 BY_POSITION = "{}, {}: of drafts at position 1, 2, ... these shares were accepted: {}."
-WINNER = "{}: {} is the fastest{}."
 NO_WINNER = "{}: no length is measurably faster than all others; {} is the shortest that is not measurably slower{}."
-UNTOLD = "{}: too little was measured to tell; the highest is {}{}."
 VERBS = {
     FASTER: "is faster than",
     SLOWER: "is slower than",
@@ -291,7 +278,7 @@ def load_table(limits: LatencyLimits) -> ResultTable:
         _times("per token", "token_seconds"),
         _times("request", "request_seconds", drop=2),
         *([figure("goodput", "goodput", "{:.2f}/s")] if str(limits) else []),
-        rate_of("acceptance", "accepted", "drafted", drop=4),
+        replace(ACCEPTANCE, drop=4),
         figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=3),
         ResultColumn("speed-up", speedup_text),
         ResultColumn("95 % interval", lambda row: interval_text(row["interval"])),
@@ -299,11 +286,8 @@ def load_table(limits: LatencyLimits) -> ResultTable:
     )
 
 
-def conclusion(findings: Sequence[Finding]) -> list[str]:
+def conclusion(rows: Sequence[Row]) -> list[str]:
     """The loads at which the server is faster than its baseline, and those at which it is not."""
-    rows = figures_of(findings)
-    if not rows:
-        return []
     lines = [COUNTED] if any(row["tokens_per_second"] is None for row in rows) else []
     compared = [row for row in rows if row["speedups"]]
     if rows[0].get("draft") is not None:
@@ -322,7 +306,7 @@ def conclusion(findings: Sequence[Finding]) -> list[str]:
         limited = {key: [*chain(*(row[key] for row in own))] for key in ("other_tokens", "acceptance_unknown")}
         lines += dict.fromkeys(server_notes(name, limited, "turn"))
     lines += [FIXED] * rows[0]["fixed"]
-    lines += [GOODPUT.format(rows[0]["limits"])] * bool(rows[0]["limits"])
+    lines += [f"Goodput counts the requests a second with {rows[0]['limits']}."] * bool(rows[0]["limits"])
     if not compared:
         return lines
     if all(row["verdict"] != TOO_FEW for row in compared):
@@ -340,19 +324,18 @@ def _best_lengths(rows: Sequence[Row]) -> Iterator[str]:
         if advised is None:
             best = max(own, key=lambda row: row["speedup"] or float(row["draft"] == 0))
             about = f", about {rough(best['speedup'])}{star(best)} {best['baseline']}" if best["speedup"] else ""
-            yield UNTOLD.format(load, _label(best), about)
+            yield f"{load}: too little was measured to tell; the highest is {_label(best)}{about}."
         elif fastest is None:
             yield NO_WINNER.format(load, _length(advised), gain[advised])
         else:
-            yield WINNER.format(load, _length(fastest), gain[fastest])
+            yield f"{load}: {_length(fastest)} is the fastest{gain[fastest]}."
     unknown = (row for row in rows if row["fastest"] and row["draft"] and not row["drafted"])
     yield from dict.fromkeys(OTHER_REASON.format(_label(row)) for row in unknown)
 
 
-def load_settings(findings: Sequence[Finding], started: Speculation | None) -> list[str]:
+def load_settings(rows: Sequence[Row], started: Speculation | None) -> list[str]:
     """The settings of other programs for what was found, if drafts pay. `started` is how the server drafts."""
-    rows = figures_of(findings)
-    if started is None or not rows:
+    if started is None:
         return []
     if rows[0].get("draft") is None:
         gains = any(row["verdict"] == FASTER and row["drafted"] for row in rows)

@@ -21,7 +21,7 @@ from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, RecordedRun, ReportEvent, read_records
+from utils.comparison.records import Countdown, Note, Progress, RecordedRun, ReportEvent, read_records
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason
@@ -88,7 +88,6 @@ OTHER_TARGET = (
     "the loaded target predicts {:.0%} of the text of {}: that server has another model. Load the server's own target."
 )
 OTHER_IDS = "{} sends token ids that the loaded target does not have: load the server's own target."
-NOT_ASKED = "{}: left out, because the server refuses it. {}"
 NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or has turned it off."
 FEW_ROUNDS = (
     "{} made no drafts in {:.0%} of the decode steps of {} texts: the context of its drafter may be too short, or "
@@ -123,7 +122,6 @@ SENTENCES = {  # with `place`, the figures of a Contrast, and `later`, the 1-bas
 }
 CLIFF, DECLINE = "a cliff, as of a block or a window that is too small", "as if a wrong state were fed back"
 READING = "Explained by {}: this reading gives {:.2f} on the same texts."
-NOT_A_READING = "None of the {} other readings of the drafter explains it."
 UNCLEAR = "Not distinguishable: {} prompts cannot exclude that half of the acceptance is lost{}. About {} would do."
 SLOW = (
     "Sound, and slow for other reasons: {} the speed of {} with {:.2f} tokens per forward pass, so a round costs "
@@ -238,7 +236,7 @@ class ServerExamination:
                 yield from self._ask_all(kind, prompts)
             except ServerError as error:
                 if kind in (LONG, TEMPLATE) and error.status is not None:
-                    yield Note(NOT_ASKED.format(kind, error))
+                    yield Note(f"{kind}: left out, because the server refuses it. {error}")
                     self.texts.pop(kind, None)
                     continue
                 raise
@@ -430,14 +428,12 @@ class ServerExamination:
             drafter.conventions = own
         self.reading = " ".join(READING.format(name, first) for name, first in matches.items())
         if others and not matches:
-            self.reading = NOT_A_READING.format(len(others))
+            self.reading = f"None of the {len(others)} other readings of the drafter explains it."
 
-    def conclusion(self, findings: Sequence[Finding]) -> list[str]:
+    def conclusion(self, rows: Sequence[Row]) -> list[str]:
         if self.off_on:
             missing = NO_DRAFTS if self.cause is DraftCause.OFF else NONE_ON
             return [missing.format(self.name, self.off_on), *self._flags()]
-        if not findings:
-            return []  # interrupted
         prompts, tested = len(self.probes[0].measured), [checked(self.found)]
         if self.cause is DraftCause.UNCLEAR or self.shown is None:
             lines = [unclear(self.shown, prompts)]

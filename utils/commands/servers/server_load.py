@@ -300,7 +300,7 @@ def load(argument: str, context: CommandContext) -> Outcome:
         *("server load", prompts[0], context.settings),
         then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
         conclude=conclusion,
-        attachment=lambda findings: "\n".join(load_settings(findings, started)),
+        attachment=lambda rows: "\n".join(load_settings(rows, started)),
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",
         details=lambda: [row for cell in cells.values() for row in cell.request_records()],
     )

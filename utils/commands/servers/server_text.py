@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from utils.bounds import WholeRange
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, figures_of
+from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import request_maker
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
 from utils.errors import UserError, check_choice
@@ -238,9 +238,8 @@ def text(argument: str, context: CommandContext) -> Outcome:
     return [report]
 
 
-def conclusion(name: str, baseline: str | None, findings: Sequence[Finding]) -> list[str]:
+def conclusion(name: str, baseline: str | None, figures: Sequence[Row]) -> list[str]:
     """The sentences, the most important one first."""
-    figures = figures_of(findings)
     rows: dict[tuple[str, str], Row] = {(row["check"], row["server"]): row for row in figures}
     found = [row for row in figures if row["check"] == WHERE]
     alone = [row for (check, _), row in rows.items() if check == ALONE]

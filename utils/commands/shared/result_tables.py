@@ -1,14 +1,14 @@
 """The table of a report: its columns make the cells of a finding from its figures."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.comparison.records import Finding, Report, ReportEvent
+from utils.comparison.records import Finding, Report, ReportEvent, gathered
+from utils.comparison.records import Row as Row
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
 
-Row = Mapping[str, Any]  # the figures of a finding
 NOTHING = "-"  # a cell without a value
 
 
@@ -38,9 +38,11 @@ def marked(column: ResultColumn) -> ResultColumn:
     return replace(column, shown=lambda row: column.shown(row) + STAR * any(row.get("other_tokens") or ()))
 
 
-def rate_of(heading: str, part: str, whole: str, *, drop: int = 0) -> ResultColumn:
-    """A column with the ratio of two counts, with a dash where there is nothing to count."""
-    return ResultColumn(heading, lambda row: f"{row[part] / row[whole]:.3f}" if row[whole] else NOTHING, drop)
+def _acceptance(row: Row) -> str:
+    return f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else NOTHING
+
+
+ACCEPTANCE = ResultColumn("acceptance", _acceptance)
 
 
 class ResultTable:
@@ -52,7 +54,7 @@ class ResultTable:
         dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
         self.optional = tuple(column.heading for column in dropped)
 
-    def finding(self, figures: dict[str, Any]) -> Finding:
+    def finding(self, figures: Row) -> Finding:
         return Finding(tuple(column.shown(figures) for column in self._columns), figures)
 
     def report(
@@ -62,19 +64,12 @@ class ResultTable:
         settings: Settings,
         events: Iterator[ReportEvent],
         *,
-        conclude: Callable[[Sequence[Finding]], list[str]],
+        conclude: Callable[[Sequence[Row]], list[str]],
         **options: Any,
     ) -> Report:
         """The report with this table of findings. The `options` are further fields of Report."""
         return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
 
 
-def figures_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [finding.figures for finding in findings]
-
-
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    return groups
+    return gathered((row[key], row) for row in rows)

@@ -15,32 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.bounds import MAX_SEED
-from utils.commands.experiments.races import (
-    ArmRace,
-    RaceItem,
-    RaceResult,
-    other_reasons,
-    race_rows,
-    speedups_by_prompt,
-    spread,
-    texts,
-    with_bounds,
-)
+from utils.commands.experiments import races
 from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
+from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, complete
 from utils.comparison.records import Progress, ReportEvent
-from utils.comparison.speed_claims import (
-    FASTER,
-    MIN_VALUES,
-    SLOWER,
-    TOO_FEW,
-    baseline_name,
-    claim_text,
-    no_difference,
-    rough,
-    star,
-)
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import speedup_interval
@@ -142,7 +122,7 @@ class Measurement:
     answer holds for other prompts of this kind, not only for these. `dropped` are prompts that cannot be run any more.
     """
 
-    race: ArmRace
+    race: races.ArmRace
     label: str
     divided: bool
     clock: Clock
@@ -157,17 +137,17 @@ class Measurement:
         return self.race.items[0].settings
 
     @property
-    def running(self) -> list[RaceItem]:
+    def running(self) -> list[races.RaceItem]:
         return [item for item in self.race.items if item.number not in self.dropped]
 
     @property
-    def pairs(self) -> list[RaceResult]:
+    def pairs(self) -> list[races.RaceResult]:
         """The candidate's results beside the baseline's, in the order of the prompts."""
         pairs = [one for one in self.race.results if one.arm is self.candidate and one.theirs]
         return sorted(pairs, key=lambda one: one.item.number)
 
     @property
-    def baseline_results(self) -> list[RaceResult]:
+    def baseline_results(self) -> list[races.RaceResult]:
         places = {(one.item.number, one.repeat) for one in self.pairs}
         own = (one for one in self.race.results if one.arm is not self.candidate)
         return [one for one in own if (one.item.number, one.repeat) in places]
@@ -175,7 +155,7 @@ class Measurement:
     @property
     def speedups(self) -> list[list[float]]:
         """The speed-ups of the repeats of each measured prompt."""
-        return speedups_by_prompt(self.pairs)
+        return races.speedups_by_prompt(self.pairs)
 
     @property
     def is_repeated(self) -> bool:
@@ -214,10 +194,10 @@ class Measurement:
         if seconds + (seconds - began) / passes > TOTAL_SECONDS:
             return True
         # An answer needs MIN_VALUES speed-ups, however narrow an interval of fewer is.
-        least = max(1 if self.divided else MIN_PASSES, ceil(MIN_VALUES / len(self.speedups)))
+        least = max(1 if self.divided else MIN_PASSES, ceil(claims.MIN_VALUES / len(self.speedups)))
         return passes >= least and interval.high / max(interval.low, 1e-9) < NARROW
 
-    def _measure(self, item: RaceItem, passed: int) -> Iterator[ReportEvent]:
+    def _measure(self, item: races.RaceItem, passed: int) -> Iterator[ReportEvent]:
         """Run a prompt by both arms, or drop the prompt if one of them cannot run it."""
         finished = len(self.pairs)
         if not passed and self.candidate.strategy is not None:
@@ -246,7 +226,7 @@ class Measurement:
     def candidate_row(self, plan: PromptPlan, settings: Settings) -> Figures:
         """The figures that every candidate has. `settings` are the session's."""
         pairs, repeated = self.pairs, self.is_repeated
-        by_task = list(race_rows(pairs, [self.candidate], these_prompts=repeated))
+        by_task = list(races.race_rows(pairs, [self.candidate], these_prompts=repeated))
         whole = by_task[-1]
         return {
             **whole,
@@ -276,8 +256,8 @@ def verdict_table(*, servers: bool) -> ResultTable:
     return ResultTable(
         figure("", "name"),
         ResultColumn("whole run", _whole_run),
-        spread("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
-        spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
+        races.spread("decoding", "decode_tokens_per_second", "{:.1f} tokens/s"),
+        races.spread("time to first token", "first_token_seconds", "{:.0f} ms", scale=1000),
         ResultColumn("acceptance", _acceptance),
         figure("tokens per forward", "tokens_per_target_forward", "{:.2f}"),
         *memory,
@@ -288,7 +268,7 @@ def _whole_run(row: Row) -> str:
     if row["pooled_tokens_per_second"] is None:
         return NOTHING
     speed = f"{row['pooled_tokens_per_second']:.1f} tokens/s"
-    return f"{speed}, {row['speedup']:.2f}x{star(row)}" if "candidate" in row else speed
+    return f"{speed}, {row['speedup']:.2f}x{claims.star(row)}" if "candidate" in row else speed
 
 
 def _acceptance(row: Row) -> str:
@@ -304,19 +284,19 @@ def sentences(row: Row) -> list[str]:
     """All sentences, the answer first. `row` has the figures of the candidate's finding."""
     lines = [answer(row), conditions(row), *tasks(row)]
     lines += [f"The bottleneck is {bottleneck(row)}."] if row.get("bottleneck") else []
-    return [*lines, *other_reasons([row]), *_selection(row), *row["skipped"], *_apply(row)]
+    return [*lines, *races.other_reasons([row]), *_selection(row), *row["skipped"], *_apply(row)]
 
 
 def answer(row: Row) -> str:
     """Whether it helps, with which settings, and whether the text is the baseline's."""
-    name, verdict, same = row["candidate"], row["verdict"], texts(row)
+    name, verdict, same = row["candidate"], row["verdict"], races.texts(row)
     these = "this prompt" if row["prompts"] == 1 else f"these {row['prompts']} prompts"
     here = "here" if row["divided"] else f"on {these}"
     per_prompt = row["interval_over"] == "prompts"
     over = f"{row['prompts']} prompts" if per_prompt else f"{row['pairs']} repeats"
-    ratio = claim_text(row, f" over {over}")
-    if row["interval"] is None or verdict == TOO_FEW:
-        so_far = f"{name} was about {rough(row['speedup'])}{star(row)} {baseline_name(row)} so far"
+    ratio = claims.claim_text(row, f" over {over}")
+    if row["interval"] is None or verdict == claims.TOO_FEW:
+        so_far = f"{name} was about {claims.rough(row['speedup'])}{claims.star(row)} {claims.baseline_name(row)} so far"
         if row["without_gain"]:
             so_far = f"the drafts of {name} have saved no forward pass so far"
         return f"Too few runs for an answer: {so_far}, {same}."
@@ -325,18 +305,18 @@ def answer(row: Row) -> str:
             f"Speculative decoding does not help {here}: the drafts of the best candidate, {name}, saved no forward "
             f"pass of the target (1.00 tokens each); {ratio}, {same}."
         )
-    if verdict == SLOWER:
+    if verdict == claims.SLOWER:
         return f"Speculative decoding does not help {here}: the best candidate, {name}, is slower: {ratio}, {same}."
     if helps(row):
         return f"{'Use' if row['divided'] else f'On {these}, use'} {name}: {ratio}, {same}."
-    if verdict == FASTER:
+    if verdict == claims.FASTER:
         return f"Speculative decoding hardly helps {here}: {name} is {ratio}, {same}."
-    found = f"{name} is {ratio}, {no_difference(row)}; {same}."
+    found = f"{name} is {ratio}, {claims.no_difference(row)}; {same}."
     return f"Speculative decoding makes no measurable difference {here}: {found}"
 
 
 def helps(row: Row) -> bool:
-    return bool(row["verdict"] == FASTER and row["speedup"] >= SMALL_GAIN)
+    return bool(row["verdict"] == claims.FASTER and row["speedup"] >= SMALL_GAIN)
 
 
 def conditions(row: Row) -> str:
@@ -352,7 +332,7 @@ def conditions(row: Row) -> str:
     }
     measured = (
         f"Measured: whole {what}, up to {row['length']} new tokens{shorter}, {row['processor']}, {where}, in turns "
-        f"with {baseline_name(row)}."
+        f"with {claims.baseline_name(row)}."
     )
     return " ".join([measured, *(sentence for sentence, applies in further.items() if applies)])
 
@@ -366,9 +346,11 @@ def tasks(row: Row) -> list[str]:
     known = row["tasks"]
     if len(known) < 2:
         return []
-    lines = [f"By task: {', '.join(f'{task} {with_bounds(one)}' for task, one in known.items())}."]
-    decided = row["interval"] is not None and row["verdict"] != TOO_FEW
-    enough = {task: one for task, one in known.items() if one["prompts"] >= MIN_PROMPTS and one["verdict"] != TOO_FEW}
+    lines = [f"By task: {', '.join(f'{task} {races.with_bounds(one)}' for task, one in known.items())}."]
+    decided = row["interval"] is not None and row["verdict"] != claims.TOO_FEW
+    enough = {
+        task: one for task, one in known.items() if one["prompts"] >= MIN_PROMPTS and one["verdict"] != claims.TOO_FEW
+    }
     without = [task for task, one in enough.items() if decided and one["interval"][1] < LITTLE_GAIN]
     return [*lines, *([f"It does not help with {', '.join(without)}."] if without else [])]
 
@@ -389,4 +371,4 @@ def _apply(row: Row) -> list[str]:
     if helps(row):
         commands = " and ".join(row["commands"])
         return [f"To use it here: /verdict apply, or {commands}." if commands else "This session uses it already."]
-    return ["/verdict apply turns speculative decoding off here."] if row["verdict"] == SLOWER else []
+    return ["/verdict apply turns speculative decoding off here."] if row["verdict"] == claims.SLOWER else []

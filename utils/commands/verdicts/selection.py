@@ -31,7 +31,7 @@ from utils.commands.verdicts.measurement import (
     run_seconds,
     started_clock,
 )
-from utils.comparison.arms import PREFIX, Arm, Run, complete
+from utils.comparison.arms import PREFIX, Arm, complete
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Progress
 from utils.comparison.speed_claims import SLOWER, server_notes
@@ -390,7 +390,9 @@ class ServerSelection:
         for arm in {arm.name: arm for arm in arms}.values():
             try:
                 complete(arm.run(text, shortened(settings)))  # the first answer may be slow
-                steps.append(_step(complete(arm.run(text, probe))))
+                run = complete(arm.run(text, probe))
+                speed = run.decode_tokens_per_second or max(1, run.new_tokens or 1) / run.seconds
+                steps.append(1 / speed)
             except UserError as error:
                 problems.append(str(error))
         if not steps:
@@ -407,9 +409,3 @@ class ServerSelection:
         started = self.harness.state.servers.local.speculation_of(measurement.candidate.name.removeprefix(PREFIX))
         lines = settings_elsewhere(started) if started is not None and helps(row) else []
         return {**names, "considered": considered, "skipped": [*measurement.race.notes, *notes], "elsewhere": lines}
-
-
-def _step(run: Run) -> float:
-    if run.decode_tokens_per_second:
-        return 1 / run.decode_tokens_per_second
-    return run.seconds / max(1, run.new_tokens or 1)

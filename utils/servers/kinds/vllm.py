@@ -26,7 +26,6 @@ from utils.servers.kinds.server_kind import (
 )
 
 GENERATED = "generation_tokens"
-PAST_THE_END = "vLLM also counts drafts after the end of the answer"
 ALL_SLOTS = "SGLang counts every draft slot of a verify pass as drafted, also nodes of a tree and unused slots"
 
 
@@ -105,7 +104,7 @@ def _acceptance(
     """
     (_, accepted, passes), tokens = counts, own_tokens(completion)
     forwards = None if tokens is None else 1 + passes + max(0, tokens - 1 - passes - accepted)
-    note = "; ".join(filter(None, (PAST_THE_END, note)))
+    note = "; ".join(filter(None, ("vLLM also counts drafts after the end of the answer", note)))
     return ServerAcceptance(*counts, by_position, note=note, forwards=forwards)
 
 

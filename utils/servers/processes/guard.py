@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -26,10 +26,11 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
 
 def main() -> int:
     pipe, parent, status, *command = sys.argv[1:]
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(SET_SUBREAPER, 1)  # orphaned processes of the server become children of the guard
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    die_with_guard = partial(_prctl, SET_DEATH_SIGNAL, signal.SIGKILL)  # runs before the server's program starts
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)
     orphaned = False
     try:
         while not orphaned:
@@ -67,15 +68,6 @@ def end_all(server: "subprocess.Popen[bytes]") -> None:
                 child.kill()
         psutil.wait_procs(children, timeout=EVERY)
     server.wait()
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
-def _die_with_guard() -> None:
-    """Runs in the server's process before its program starts."""
-    _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

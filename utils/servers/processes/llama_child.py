@@ -25,7 +25,6 @@ FLAGS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "--spec-ngram-simple-size-m": (int, ("speculative.ngram_simple.size_m",)),
 }
 DEFAULTS = {"ctx_size": 0, "parallel": 4}  # parallel: as many slots as llama-server has by default
-TYPE = "COMMON_SPECULATIVE_TYPE_"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +46,7 @@ def parameters(options: argparse.Namespace, library: Any) -> Any:
     made.kv_unified = True  # as in llama-server, the slots share one cache, so that each may use the whole context
     if options.alias:
         made.model_alias = {options.alias}
-    kind = TYPE + options.spec_type.upper().replace("-", "_")
+    kind = "COMMON_SPECULATIVE_TYPE_" + options.spec_type.upper().replace("-", "_")
     made.speculative.types = [getattr(library.common_speculative_type, kind)]
     for name, (_, fields) in FLAGS.items():
         value = getattr(options, name.removeprefix("--").replace("-", "_"))

@@ -140,19 +140,6 @@ class GuardedProcess:
         shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
         return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
 
-
-class ServerProcess(GuardedProcess):
-    """A running server."""
-
-    def __init__(self, name: str, command: Sequence[str], port: int, log: Path) -> None:
-        """Start the command. Raises UserError if that is not possible here."""
-        super().__init__(name, command, log)
-        self.port = port
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
     def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
         """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
 
@@ -183,7 +170,7 @@ class LocalServers:
 
     def __init__(self, is_ready: Callable[[str], bool]) -> None:
         self._is_ready = is_ready
-        self._running: dict[str, tuple[Launch, ServerProcess]] = {}
+        self._running: dict[str, tuple[Launch, GuardedProcess]] = {}
         self._folder: Path | None = None
 
     def start(self, name: str, launch: Launch, *, limit: float = READY_SECONDS) -> Generator[str, None, str]:
@@ -196,17 +183,17 @@ class LocalServers:
             raise UserError(f"{name} is running already; /server stop {name} ends it.")
         self._forget(name)
         port = free_port()
+        url = f"http://{HOST}:{port}"
         yield f"starting {name}: {launch.kind}, {launch.model} ..."
         launch = _with_files(launch)
-        command = command_line(launch, port)
-        process = ServerProcess(name, command, port, self._log_of(name))
+        process = GuardedProcess(name, command_line(launch, port), self._log_of(name))
         self._running[name] = launch, process
         try:
-            yield from process.wait_until_ready(lambda: self._is_ready(process.url), limit=limit)
+            yield from process.wait_until_ready(lambda: self._is_ready(url), limit=limit)
         except BaseException:
             self._forget(name)
             raise
-        return process.url
+        return url
 
     def stop(self, name: str) -> None:
         """End a server. Raises UserError if this session did not start it."""
@@ -242,7 +229,7 @@ class LocalServers:
         launch = self._running[name][0] if name in self._running else None
         return launch.speculation if launch is not None and launch.drafts else None
 
-    def process_of(self, name: str) -> ServerProcess:
+    def process_of(self, name: str) -> GuardedProcess:
         return self._running[name][1]
 
     def ending_of(self, name: str) -> str:

@@ -68,11 +68,6 @@ class Launch:
         return Speculation(kind, self.drafts, "" if is_lookup else self.drafter, matches)
 
     @property
-    def draft_flags(self) -> list[str]:
-        """Its flags for drafts. Raises UserError if the program does not support them."""
-        return draft_flags(self.kind, self.speculation, self.method) if self.drafts else []
-
-    @property
     def label(self) -> str:
         """Its draft method, to distinguish it from other launches of its kind. It is empty without speculation."""
         if not self.drafts:
@@ -91,7 +86,8 @@ def command_line(launch: Launch, port: int) -> list[str]:
     if refused := next((flag for flag in launch.flags if flag.partition("=")[0] in ADDRESS_FLAGS), None):
         raise UserError(f"{refused} cannot be given: a server is started on the loopback interface, on a free port.")
     address = ["--host", HOST, "--port", str(port)]
-    return [*PROGRAMS[launch.kind](launch), *address, *launch.draft_flags, *launch.flags]
+    drafting = draft_flags(launch.kind, launch.speculation, launch.method) if launch.drafts else []
+    return [*PROGRAMS[launch.kind](launch), *address, *drafting, *launch.flags]
 
 
 def _llama(launch: Launch) -> list[str]:
