@@ -62,7 +62,7 @@ def test_runs_are_prepared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch
         happened.append("timed")
         return Generation((Step((), 0, 1),), 1.0, 0.5, FinishReason.LENGTH)
 
-    monkeypatch.setattr(arms, "prepare_run", lambda _, *positions: happened.append(positions))
+    monkeypatch.setattr("utils.comparison.arms.prepare_run", lambda _, *positions: happened.append(positions))
     monkeypatch.setattr("utils.metrics.results.collect", timed)
     pair = table_pair()
     job = Job([1, 2, 3], pair, replace(SETTINGS, length=9), NGramStorage(3, 64))
