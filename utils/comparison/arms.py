@@ -78,6 +78,7 @@ class Run:
     prompt_tokens: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    forced: int | None = None
     rounds: int | None = None
     target_forwards: int | None = None
     accepted_by_position: tuple[tuple[int, int], ...] | None = None
@@ -101,6 +102,7 @@ class Run:
             prompt_tokens=len(job.prompt),
             drafted=generation.drafted if drafts else None,
             accepted=generation.accepted if drafts else None,
+            forced=generation.forced if drafts else None,
             rounds=len(generation.steps) if drafts else None,
             target_forwards=generation.target_forwards if strategy.uses_target else None,
             accepted_by_position=tuple(generation.accepted_by_position) if drafts else None,
