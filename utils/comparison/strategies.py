@@ -97,7 +97,7 @@ class Job:
     def grammar(self) -> Grammar | None:
         """The grammar of the response format, if any. Raises UserError if it cannot be followed here."""
         text = grammar_text(self.settings.request) if self.settings.uses_chat else ""
-        return grammar_of(text, self.pair.tokenizer, self.pair.end_ids)
+        return grammar_of(text, self.pair.tokenizer, self.pair.end_ids) if text else None
 
     def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
         """A session of the pair's "target" or "drafter" that keeps the hidden states of these layers.

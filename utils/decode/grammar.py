@@ -99,12 +99,8 @@ def _vocabulary(tokenizer: Any, end_ids: frozenset[int]) -> LLTokenizer:
 
 
 @lru_cache(8)
-def grammar_of(text: str, tokenizer: Any, end_ids: frozenset[int]) -> Grammar | None:
-    """The grammar for a tokenizer, or None if the text of the grammar is empty. Raises UserError if the tokenizer is
-    not supported or no token ends a text.
-    """
-    if not text:
-        return None
+def grammar_of(text: str, tokenizer: Any, end_ids: frozenset[int]) -> Grammar:
+    """The grammar for a tokenizer. Raises UserError if the tokenizer is not supported, or if no token ends a text."""
     if not end_ids:
         raise UserError("response_format needs an end token, and this target has none.")
     return Grammar(text, _vocabulary(tokenizer, end_ids), end_ids)
