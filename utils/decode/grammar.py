@@ -66,7 +66,7 @@ class Grammar:
     def masked(self, logits: Tensor, text: Sequence[int]) -> Tensor:
         """Logits (k, V), the last row after all of the new tokens `text`, with minus infinity for forbidden ids."""
         forbidden = self.forbidden(text, *logits.shape).to(logits.device)
-        # Of ids that the model cannot generate at all, such as those that a drafter lacks, one may be the only one left.
+        # Finite, because ids that the model never generates, such as those that a drafter lacks, may be all that is left.
         return logits.clamp(min=torch.finfo(logits.dtype).min).masked_fill(forbidden, -torch.inf)
 
     def forced(self, text: Sequence[int], most: int) -> list[int]:
