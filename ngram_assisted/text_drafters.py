@@ -125,7 +125,8 @@ class NGramDrafter(TextDrafter):
         super().commit(context, verified)
         # Row i of the logits predicts the token at start + i, whether it was a draft or added.
         for row, index in enumerate(range(verified.start, len(context))):
-            top = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
+            has_others = self._filler_top_k > 1 and row >= verified.forced  # a forced token has no runners-up
+            top = top_tokens(verified.logits[row], self._filler_top_k) if has_others else []
             runners_up = [token for token in top if token != context[index] and token < self._vocab_size]
             generated = [context[index]] if context[index] < self._vocab_size else []
             # The generated token goes first: among equal counts the token seen first is drafted.

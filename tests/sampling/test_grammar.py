@@ -20,13 +20,14 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from samplers import SAMPLERS
 from tiny import tiny_head
+from tiny_jobs import replay_gammas
 from tokenizers import Tokenizer, decoders, models
 from toys import ToyModel, decoding, opposed, session, toy
 from transformers import PreTrainedTokenizerFast
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage
-from sampling import RULES, ModelDrafter, autoregressive_steps, speculative_steps
-from utils.comparison.arms import LocalArm
+from sampling import RULES, AdaptiveGamma, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
+from utils.comparison.arms import LocalArm, ids_of
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
@@ -35,7 +36,8 @@ from utils.decode.grammar import Grammar, grammar_of
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor
-from utils.metrics.results import acceptance_of, collect, tokens_of
+from utils.metrics.costs import Costs
+from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
 from utils.prompts.request_fields import grammar_text, parse_request
 
 A, B, C, D, END, PADDING = range(6)
@@ -255,9 +257,9 @@ def test_texts_of_all_strategies_are_the_targets_and_follow_the_schema(
 def test_without_a_chat_template_texts_are_free() -> None:
     pair = tiny_pair()
     job = Job([1], pair, Settings(request=REQUEST), NGramStorage(3, 300))
-    assert job.grammar is not None and job.session("target").grammar is job.decoding.grammar is job.grammar
-    assert replace(job, settings=Settings(request=REQUEST, chat=False)).grammar is None
-    assert replace(job, settings=Settings(request=REQUEST.replace("json_schema", "text", 1))).grammar is None
+    assert job.session("target").grammar is job.decoding.grammar is job.grammar() is not None
+    assert replace(job, settings=Settings(request=REQUEST, chat=False)).grammar() is None
+    assert replace(job, settings=Settings(request=REQUEST.replace("json_schema", "text", 1))).grammar() is None
 
 
 @pytest.mark.parametrize(
@@ -282,3 +284,90 @@ def test_other_types_go_to_servers_only() -> None:
 def test_a_target_without_an_end_token_is_refused() -> None:
     with pytest.raises(UserError, match="end token"):
         grammar_of(grammar_text(REQUEST), tiny_pair().tokenizer, frozenset())
+
+
+class Watched(AdaptiveGamma):
+    """Notes how many drafts of each round it learns as accepted."""
+
+    def learn(self, buckets: Any, accepted: int, computed: int = 0) -> None:
+        self.noted = [*getattr(self, "noted", ()), accepted]
+        super().learn(buckets, accepted, computed)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_adaptive_gamma_learns_from_the_drafters_own_drafts_only(kind: str) -> None:
+    noted = 0
+    for seed in range(20):
+        plan, adaptive = plan_of(seed=seed), Watched(Costs.of([0.01] * 6, {}), 0.01)
+        drafter: Any = MatchDrafter(LongestMatch(1), adaptive=adaptive)
+        if kind == "model":
+            drafter = ModelDrafter(session(TARGET), plan, SIZE, adaptive=adaptive)
+        steps = list(speculative_steps(PROMPT, drafter, target_session(), plan, gamma=4))
+        for step, accepted in zip(steps, adaptive.noted, strict=True):
+            leading = next((index for index in range(6) if index not in step.forced), 6)
+            assert accepted in (0, max(0, step.accepted - leading))  # 0: drafted, but cut
+            noted += accepted
+    assert noted > 3
+
+
+def test_matches_continue_after_forced_tokens() -> None:
+    drafter, text = MatchDrafter(LongestMatch(1)), [1, 2, 3, 4, 5, 1, 2]
+    drafter.begin(text, text)
+    assert drafter.propose([*text, 3], 2).tokens == [4, 5]
+    assert drafter.propose([*text, 9], 2).tokens == []
+
+
+def test_a_head_reads_forced_tokens_like_drafts() -> None:
+    target = tiny_pair().target
+    model, prompt, features = tiny_head(target), [3, 1, 4, 1, 5], torch.randn(4, 64)
+    rows = []
+    for contexts in ([[*prompt, 9, 2]], [prompt, [*prompt, 9], [*prompt, 9, 2]]):
+        head = HeadSession(model)
+        head.begin(prompt)
+        head.add_features(features, 0, 4)
+        rows.append([head.feed(context, keep=1) for context in contexts][-1])
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_traces_are_those_of_the_drafts_that_they_belong_to(kind: str) -> None:
+    seen = 0
+    for seed in range(10):
+        plan, tracer = plan_of(seed=seed), DraftTracer()
+        drafter: Any = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=False, observed=True)
+        if kind == "model":
+            drafter = ModelDrafter(session(opposed(TARGET)), plan, SIZE, observed=True)
+        steps = speculative_steps(PROMPT, tracer.around(drafter), target_session(), plan, gamma=4)
+        text: list[int] = []
+        result = collect(steps, tracer=tracer)
+        for step, traces in zip(result.steps, result.traces, strict=True):
+            for place, trace in enumerate(traces):
+                before = [*text, *step.drafted[:place]]
+                assert trace.token == step.drafted[place] and trace.is_accepted == (place < step.accepted)
+                if len(allowed(before)) == 1:
+                    assert trace.p == 1
+                if kind == "model" and trace.q is not None:
+                    row = torch.full((SIZE,), -torch.inf, dtype=torch.float64)
+                    ids = sorted(allowed(before))
+                    row[ids] = -TARGET.table[(*PROMPT, *before)[-1], ids].double()
+                    assert trace.q == pytest.approx(float(row.softmax(-1)[trace.token]))
+                    seen += place > 0
+                seen += trace.match_length is not None
+            text.extend(step.tokens)
+    assert seen > 5
+
+
+def test_replayed_rounds_have_the_forced_tokens_of_real_ones() -> None:
+    pair = pair_of("model")
+    settings = Settings(request=REQUEST, drafter_kind=("loaded",), gamma=4, length=80)
+    ids = ids_of(pair, "Hi", settings)
+    job = Job(ids, pair, settings, NGramStorage(3, 300))
+    strategy = STRATEGIES[0].variants(("loaded",), pair)[0]
+    steps = list(strategy.steps(job))
+    rounds = [found for found in replay_gammas(job, [strategy], tokens_of(steps)) if found.gamma == 4]
+
+    def kept(rounds: Iterable[Step]) -> list[tuple[Any, ...]]:
+        return [(one.tokens, one.accepted, one.accepted_forced) for one in rounds]
+
+    assert rounds and sum(one.accepted_forced for one in steps) > 0
+    assert all(kept(found.steps) == kept(steps) for found in rounds)

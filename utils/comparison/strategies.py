@@ -91,9 +91,8 @@ class Job:
         noise = Noise(self.settings.seed, self.turn)
         processor = self.settings.processor
         sampler = PROCESSORS[processor.name](*processor.arguments)
-        return Decoding(sampler, self.settings.length, self.pair.end_ids, noise, self.grammar)
+        return Decoding(sampler, self.settings.length, self.pair.end_ids, noise, self.grammar())
 
-    @property
     def grammar(self) -> Grammar | None:
         """The grammar of the response format, if any. Raises UserError if it cannot be followed here."""
         text = grammar_text(self.settings.request) if self.settings.uses_chat else ""
@@ -109,7 +108,7 @@ class Job:
         if self.prefills is not None:
             session = self.prefills.open((model, rewinds, features), session, self.prompt)
         # The logits of a model that drafts are masked by its drafter.
-        session.grammar = self.grammar if model == "target" or not rewinds else None
+        session.grammar = self.grammar() if model == "target" or not rewinds else None
         return session
 
     def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:

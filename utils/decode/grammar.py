@@ -39,7 +39,8 @@ class Grammar:
         self._after = lru_cache(KEPT)(self._next_tokens)
 
     def _next_tokens(self, text: tuple[int, ...]) -> NextTokens:
-        if not self._end_ids.isdisjoint(text) or not self._read(text):
+        # Replayed drafts that nobody knows have a negative id.
+        if not self._end_ids.isdisjoint(text) or min(text, default=0) < 0 or not self._read(text):
             return NextTokens()
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         if self._matcher.is_error():
@@ -66,7 +67,7 @@ class Grammar:
     def masked(self, logits: Tensor, text: Sequence[int]) -> Tensor:
         """Logits (k, V), the last row after all of the new tokens `text`, with minus infinity for forbidden ids."""
         forbidden = self.forbidden(text, *logits.shape).to(logits.device)
-        # Finite, because ids that the model never generates, such as those that a drafter lacks, may be all that is left.
+        # Finite, because only ids may be left that the model never generates, such as those that a drafter lacks.
         return logits.clamp(min=torch.finfo(logits.dtype).min).masked_fill(forbidden, -torch.inf)
 
     def forced(self, text: Sequence[int], most: int) -> list[int]:
@@ -85,7 +86,7 @@ class Grammar:
         """The drafts after `text` before the first one that is forbidden."""
         for place, token in enumerate(drafts):
             forbidden = self._after((*text, *drafts[:place])).forbidden
-            if forbidden is not None and forbidden[token]:
+            if forbidden is not None and token >= 0 and forbidden[token]:
                 return drafts[:place]
         return drafts
 
