@@ -68,7 +68,7 @@ class TextDrafter(ABC):
 
     def commit(self, context: list[int], verified: Verified) -> None:
         if self._adaptive is not None:
-            accepted = matching_prefix([match.token for match in self._round], context[verified.start :])
+            accepted = matching_prefix([match.token for match in self._round], context[verified.drafted_from :])
             self._adaptive.learn(buckets_of(self._round), accepted)
         self._round = []
 
@@ -125,7 +125,8 @@ class NGramDrafter(TextDrafter):
         super().commit(context, verified)
         # Row i of the logits predicts the token at start + i, whether it was a draft or added.
         for row, index in enumerate(range(verified.start, len(context))):
-            top = top_tokens(verified.logits[row], self._filler_top_k) if self._filler_top_k > 1 else []
+            has_others = self._filler_top_k > 1 and row >= verified.forced  # a forced token has no runners-up
+            top = top_tokens(verified.logits[row], self._filler_top_k) if has_others else []
             runners_up = [token for token in top if token != context[index] and token < self._vocab_size]
             generated = [context[index]] if context[index] < self._vocab_size else []
             # The generated token goes first: among equal counts the token seen first is drafted.
@@ -162,6 +163,7 @@ class MatchDrafter(TextDrafter):
     ) -> None:
         super().__init__(adaptive, observed=observed)
         self._index, self._shortest = index, shortest
+        self._known = 0  # tokens of the context that the index has
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         super().begin(prompt, context)
@@ -170,14 +172,19 @@ class MatchDrafter(TextDrafter):
         if context != prompt:  # the prompt went to an encoder
             self._index.separate()
             self._index.extend(context)
+        self._known = len(context)
 
     def _matches(self, context: list[int], count: int) -> list[Match]:
-        matches = self._index.drafts(count)
-        return matches if matches and matches[0].length >= self._shortest else []
+        forced = context[self._known :]
+        matches = self._index.drafts(len(forced) + count)
+        if not matches or matches[0].length < self._shortest or [m.token for m in matches[: len(forced)]] != forced:
+            return []
+        return matches[len(forced) :]
 
     def commit(self, context: list[int], verified: Verified) -> None:
         super().commit(context, verified)
         self._index.extend(context[verified.start :])
+        self._known = len(context)
 
 
 class LongestMatch:

@@ -7,6 +7,7 @@ that of transformers does by default (early_stopping=False), and the best beam t
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ def _continuations(
     log_probs = torch.log_softmax(logits.double() if logits.device.type != "mps" else logits, dim=-1)
     values, ids = stable_topk(log_probs, min(top_k, len(log_probs)))
     for value, token in zip(values.tolist(), ids.tolist(), strict=True):
+        if value == -inf:  # fewer than top_k ids are allowed
+            return
         tokens = (*beam.tokens, token)
         yield Beam(tokens, beam.log_prob + value, row, decoding.finish_of(token, len(tokens), limit))
 

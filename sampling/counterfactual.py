@@ -8,7 +8,7 @@ with drafts, `expected_counts` has the acceptance that these drafts should have 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def replay(
     """
     ended = text.tokens[-1] in decoding.end_ids
     length = decoding.max_new if ended else len(text.tokens)  # a text that did not end was as long as requested
-    greedy = Decoding(GreedyProcessor(), length, decoding.end_ids, decoding.noise)  # the distributions are not used
+    greedy = replace(decoding, processor=GreedyProcessor(), max_new=length)  # the distributions are not used
     watch = Stopwatch()
     timed, rule = TimedDrafter(drafter, watch), VerifyByText(text.tokens)
     steps = speculative_steps(text.prompt, timed, TextSession(text), greedy, gamma=gamma, rule=rule)

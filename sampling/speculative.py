@@ -5,6 +5,7 @@ processors and the consumers of Steps own those.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def speculative_steps(
     rule: VerificationRule = REJECTION,
 ) -> Iterator[Step]:
     """Yield one Step per round of at most `gamma` drafts and one verify pass (Leviathan et al. 2023). Gamma 0 is
-    autoregressive decoding.
+    autoregressive decoding. Tokens that the grammar forces come before the drafter's own, and need no verification.
 
     first_target: the first round drafts nothing. Raises UserError for an unusable prompt, gamma, cache or logits.
     """
@@ -57,19 +58,37 @@ def speculative_steps(
     while finish is None and (left := limit - (len(context) - origin)) > 0:
         start = len(context)
         drafts_nothing = first_target and start == origin
-        # left - 1: the target adds one token to the accepted drafts.
-        draft = NO_DRAFT if drafts_nothing else drafter.propose(context, min(gamma, left - 1))
+        new, count = context[origin:], min(gamma, left - 1)  # the target adds one token to the accepted drafts
+        forced, draft = ([], NO_DRAFT) if drafts_nothing else _drafts(drafter, decoding, context, new=new, count=count)
+        tokens = forced + draft.tokens
         # Row i verifies draft i; the last row predicts the bonus token.
-        logits = target.feed(context + draft.tokens, keep=len(draft.tokens) + 1)  # (k+1, V)
+        logits = target.feed(context + tokens, keep=len(tokens) + 1)  # (k+1, V)
         probs = decoding.probs(logits, target.name)  # p, (k+1, V)
-        accepted, token = rule(probs, draft, decoding.noise, start=start - origin)
-        step = _until_end_token(draft.tokens, accepted, token, decoding.end_ids)
+        accepted, token = rule(probs[len(forced) :], draft, decoding.noise, start=len(new) + len(forced))
+        step = _until_end_token(tokens, len(forced) + accepted, token, decoding.end_ids)
         context.extend(step.tokens)
         finish = decoding.finish_of(context[-1], len(context) - origin, limit)
         # Drops the rejected drafts. The last token is new to the cache and is fed in the next round.
         target.rewind(len(context) - 1)
-        drafter.commit(context, Verified(start, logits, probs, target.take_features()))
-        yield Step(step.drafted, step.accepted, step.token, finish)
+        drafter.commit(context, Verified(start, logits, probs, target.take_features(), len(forced)))
+        places = () if decoding.grammar is None else decoding.grammar.forced_places(new, step.drafted)
+        yield replace(step, finish=finish, forced=places)
+
+
+def _drafts(
+    drafter: Drafter, decoding: Decoding, context: list[int], *, new: list[int], count: int
+) -> tuple[list[int], Draft]:
+    """The tokens that the grammar forces after the `new` tokens of the context, and drafts for what follows, up to the
+    first one that is forbidden.
+    """
+    grammar = decoding.grammar
+    if grammar is None:
+        return [], drafter.propose(context, count)
+    forced = grammar.forced(new, count)
+    if forced and forced[-1] in decoding.end_ids:
+        return forced, NO_DRAFT
+    draft = drafter.propose(context + forced, count - len(forced))
+    return forced, replace(draft, tokens=grammar.cut(new + forced, draft.tokens))
 
 
 def _until_end_token(drafted: list[int], accepted: int, token: int, end_ids: frozenset[int]) -> Step:

@@ -118,5 +118,5 @@ class CrossTokenizerDrafter:
     def commit(self, context: list[int], verified: Verified) -> None:
         drafts, buckets, computed = self._round
         if self._adaptive is not None:
-            self._adaptive.learn(buckets, matching_prefix(drafts, context[verified.start :]), computed)
+            self._adaptive.learn(buckets, matching_prefix(drafts, context[verified.drafted_from :]), computed)
         self._round = [], [], 0

@@ -40,9 +40,7 @@ class FeatureSession(ABC):
 
     @abstractmethod
     def feed(self, context: list[int], keep: int) -> Tensor:
-        """Logits (1, V) for the next token; `keep` is 1. Each call adds at most one token that was not in the last
-        context.
-        """
+        """Logits (1, V) for the next token; `keep` is 1."""
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -95,9 +93,10 @@ class HeadSession(FeatureSession):
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:
         assert keep == 1
-        end = len(context) - 1  # n tokens give n - 1 entries: each needs the token after it
-        if end > self._cached:
-            states, tokens = self._states_before(end), self._tokens_after(context, end)
+        # n tokens give n - 1 entries: each needs the token after it.
+        while self._cached < len(context) - 1:
+            states = self._next_states()
+            tokens = self._tokens_after(context, self._cached + len(states))
             # As for the target: a prompt is read by the same operations in every run, which may be faster ones.
             with prefill_pass(len(tokens) > MAX_WIDTH):
                 for part in zip(states.split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
@@ -110,16 +109,14 @@ class HeadSession(FeatureSession):
         self._state, self._logits = self.model.add_entries(states, tokens, self._cached, self._cache)
         self._cached += len(tokens)
 
-    def _states_before(self, end: int) -> Tensor:
-        """States (T, H) after the tokens from the last entry to `end` - 1: from the target's features, or the
-        drafter's own last one.
+    def _next_states(self) -> Tensor:
+        """States (T, H) after the tokens from the last entry: from the target's features, or the drafter's own last
+        one.
         """
-        if not self._waiting:
-            assert self._state is not None and end == self._cached + 1
-            return self.model.feedback(self._state)
-        features = self._take_waiting()
-        assert len(features) == end - self._cached
-        return self.model.fuse_features(features)
+        if self._waiting:
+            return self.model.fuse_features(self._take_waiting())
+        assert self._state is not None
+        return self.model.feedback(self._state)
 
     def rewind(self, length: int) -> None:
         """Forget the entries made from the drafter's own states, and those after the first `length` positions."""
@@ -139,29 +136,31 @@ class BlockSession(FeatureSession):
     def _reset(self) -> None:
         super()._reset()
         self.block_size = self.model.block_size
-        self._block: tuple[int, Tensor] | None = None  # context length, and logits (K, V) of what follows
+        self._block: Tensor | None = None  # logits (K, V) of what follows the tokens that the target has read
+        self._asked = 0  # rows of the block whose logits were needed
 
     def room(self, context: list[int]) -> int | None:
-        """How many more tokens it can predict: at most a block."""
-        room = super().room(context)
-        return self.block_size if room is None else min(room, self.block_size)
+        """How many more tokens it can predict: at most a block, of which forced tokens take rows."""
+        room, left = super().room(context), self.block_size - (len(context) - 1 - self._known)
+        return left if room is None else min(room, left)
 
     @torch.no_grad()
     def feed(self, context: list[int], keep: int) -> Tensor:
         assert keep == 1
         if self._block is None:
-            end, features = len(context) - 1, self._take_waiting()
-            assert len(features) == end - self._cached
-            tokens = self._tokens_after(context, end)
-            self._block = len(context), self.model.block_logits(features, tokens, self._cached, self._cache)
-            self._cached = end
-        start, rows = self._block
-        row = len(context) - start
-        return self.model.conditioned(rows[row : row + 1], row, context[-1], self._cache)
+            features, tokens = self._take_waiting(), self._tokens_after(context, self._known)
+            self._block = self.model.block_logits(features, tokens, self._cached, self._cache)
+            self._cached, self._asked = self._known, 0
+        row = len(context) - 1 - self._known
+        for index in range(min(self._asked, row), row + 1):  # each after the token before it
+            logits = self.model.conditioned(
+                self._block[index : index + 1], index, context[self._known + index], self._cache
+            )
+        self._asked = row + 1
+        return logits
 
     def confidence(self, context: list[int]) -> float | None:
-        assert self._block is not None
-        return self.model.confidence(len(context) - self._block[0], context[-1], self._cache)
+        return self.model.confidence(len(context) - 1 - self._known, context[-1], self._cache)
 
     def rewind(self, length: int) -> None:
         """Forget the block. The cache holds nothing of it."""

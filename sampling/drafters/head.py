@@ -9,6 +9,7 @@ from sampling.drafters.feature_sessions import FeatureSession, HeadSession
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Verified
+from utils.decode.grammar import Grammar
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
 from utils.models.feature_drafter import StepwiseDrafter
@@ -67,8 +68,11 @@ class HeadDrafter(ModelDrafter):
 class FreeHead(HeadSession):
     """A head that decodes alone after the target's features of the prompt: its own text, without corrections."""
 
-    def __init__(self, model: StepwiseDrafter, target: Any, *, use_cache: bool = True) -> None:
+    def __init__(
+        self, model: StepwiseDrafter, target: Any, *, use_cache: bool = True, grammar: Grammar | None = None
+    ) -> None:
         super().__init__(model)
+        self._grammar, self._origin = grammar, 0
         layers = model.feature_layers
         self._target = ModelSession(target, use_cache=use_cache, rewinds=False, features=layers)
 
@@ -78,9 +82,14 @@ class FreeHead(HeadSession):
         if len(context) < 2:
             raise UserError("A drafter that reads hidden states needs a prompt of at least two tokens to run alone.")
         super().begin(prompt)
+        self._origin = len(context)
         # The last token enters the head by its embedding only.
         self._target.feed(context[:-1], keep=1)
         features = self._target.take_features()
         assert features is not None
         self.add_features(features, 0, len(context) - 1)
         return context
+
+    def feed(self, context: list[int], keep: int) -> Tensor:
+        logits = super().feed(context, keep)
+        return logits if self._grammar is None else self._grammar.masked(logits, context[self._origin :])

@@ -66,11 +66,13 @@ class ModelDrafter:
         rows: list[Tensor] = []  # q of each draft, (V,)
         seen: list[Tensor] = []
         buckets: list[Bucket] = []
-        adaptive, computed = self._adaptive, 0
+        adaptive, grammar, computed = self._adaptive, self._decoding.grammar, 0
         while len(tokens) < count and (adaptive is None or adaptive.continues(buckets)):
             # Cut before the processor, so that q is normalised over the ids that both models have.
             logits = self._session.feed(context + tokens, keep=1)[:, : self._shared_vocab]
             computed = max(computed + 1, self._block)
+            if grammar is not None:
+                logits = grammar.masked(logits, (context + tokens)[self._origin :])
             q = self._decoding.probs(logits, self._session.name)[0]
             if adaptive is not None:
                 confidence = self._confidence(context + tokens, logits)
@@ -111,7 +113,7 @@ class ModelDrafter:
         self._readable = self._readable and max(text) < self._session.vocab_size
         if self._adaptive is not None and self._round is not None:
             tokens, buckets, computed = self._round
-            self._adaptive.learn(buckets, matching_prefix(tokens, text), computed)
+            self._adaptive.learn(buckets, matching_prefix(tokens, text[verified.forced :]), computed)
             self._round = None
         self._session.rewind(len(context) - 1)
 

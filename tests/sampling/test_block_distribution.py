@@ -137,7 +137,7 @@ class Unconditioned(HeadDrafter):
         draft = super().propose(context, count)
         if not draft.tokens:
             return draft
-        rows = self._session._block[1][: len(draft.tokens)]
+        rows = self._session._block[: len(draft.tokens)]
         return Draft(draft.tokens, self._decoding.probs(rows, "drafter"))
 
 

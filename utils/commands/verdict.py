@@ -81,7 +81,7 @@ VERDICT = Command(
     rank=1,
     about="Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
     "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
-    "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 12 "
+    "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 14 "
     "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
     "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
     example=(
@@ -95,6 +95,6 @@ VERDICT = Command(
         "/verdict builtin  on the built-in prompts",
         "/verdict apply    use the settings that the last answer recommends",
     ),
-    words={measurement.BUILT_IN: "12 prompts over six tasks", APPLY: "use the recommended settings"},
+    words={measurement.BUILT_IN: "14 prompts over seven tasks", APPLY: "use the recommended settings"},
     files=("",),
 )

@@ -62,6 +62,7 @@ class Run:
     prompt_tokens: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    forced: int | None = None
     rounds: int | None = None
     target_forwards: int | None = None
     accepted_by_position: tuple[tuple[int, int], ...] | None = None
@@ -85,6 +86,7 @@ class Run:
             prompt_tokens=len(job.prompt),
             drafted=generation.drafted if drafts else None,
             accepted=generation.accepted if drafts else None,
+            forced=generation.forced if drafts else None,
             rounds=len(generation.steps) if drafts else None,
             target_forwards=generation.target_forwards if strategy.uses_target else None,
             accepted_by_position=tuple(generation.accepted_by_position) if drafts else None,
@@ -331,6 +333,7 @@ class LocalArm:
             ids = ids_of(self.pair, text, settings, history)
             job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
         prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), len(job.prompt) + settings.length)
+        job.grammar()  # compiled before the clock runs
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)
         stopwatch = results.Stopwatch() if self.timed or watch is not None else None

@@ -244,7 +244,15 @@ def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
 def _draft_figures(run: Run) -> dict[str, Any]:
     found, positions = run.acceptance, run.accepted_by_position
     local = None if run.drafted is None else run.generation
-    names = ("drafted", "accepted", "acceptance_rate", "rounds", "target_forwards", "tokens_per_target_forward")
+    names = (
+        "drafted",
+        "accepted",
+        "forced",
+        "acceptance_rate",
+        "rounds",
+        "target_forwards",
+        "tokens_per_target_forward",
+    )
     return {
         **{name: getattr(run, name) for name in names},
         "accepted_by_position": None if positions is None else [list(pair) for pair in positions],

@@ -221,7 +221,7 @@ class Rival:
     @property
     def speed(self) -> str:
         """FASTER, SLOWER or EVEN, or empty: without accepted drafts nothing explains the speed."""
-        if not self.compared.run.accepted:
+        if not (self.compared.run.accepted or self.compared.run.forced):
             return ""
         return EVEN if abs(self.factor - 1) < NOTICEABLE else FASTER if self.factor > 1 else SLOWER
 

@@ -14,6 +14,7 @@ from sampling import RULES, BeamWidth, Rule, autoregressive_steps, beam_search_s
 from utils.config.settings import Settings
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
+from utils.decode.grammar import Grammar, grammar_of
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
 from utils.decode.session import TargetSession
@@ -35,6 +36,7 @@ from utils.pairs.drafter_kinds import (
 from utils.pairs.pair import Pair
 from utils.pairs.request import CHAIN, LOADED
 from utils.prompts.conversation import Turns
+from utils.prompts.request_fields import grammar_text
 from utils.servers.address import TARGET
 
 # Sessions that have read one prompt, for many runs of it, by model, `rewinds` and features, which decide what a cache
@@ -77,7 +79,12 @@ class Job:
         noise = Noise(self.settings.seed, self.turn)
         processor = self.settings.processor
         sampler = PROCESSORS[processor.name](*processor.arguments)
-        return Decoding(sampler, self.settings.length, self.pair.end_ids, noise)
+        return Decoding(sampler, self.settings.length, self.pair.end_ids, noise, self.grammar())
+
+    def grammar(self) -> Grammar | None:
+        """The grammar of the response format, if any. Raises UserError if it cannot be followed here."""
+        text = grammar_text(self.settings.request) if self.settings.uses_chat else ""
+        return grammar_of(text, self.pair.tokenizer, self.pair.end_ids) if text else None
 
     def session(self, model: str, *, rewinds: bool = True, features: tuple[int, ...] = ()) -> ModelSession:
         """A session of the pair's "target" or "drafter" that keeps the hidden states of these layers.
@@ -86,13 +93,15 @@ class Job:
         """
         loaded: Any = getattr(self.pair, model)
         session = ModelSession(loaded, use_cache=self.settings.cache, rewinds=rewinds, features=features)
-        if self.prefills is None:
-            return session
-        if (key := (model, rewinds, features)) not in self.prefills:
-            with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
-                session.read(self.prompt)
-            self.prefills[key] = session
-        return self.prefills[key].fork()
+        if self.prefills is not None:
+            if (key := (model, rewinds, features)) not in self.prefills:
+                with suppress(UserError):  # a drafter that cannot read the prompt declines by itself
+                    session.read(self.prompt)
+                self.prefills[key] = session
+            session = self.prefills[key].fork()
+        # The logits of a model that drafts are masked by its drafter.
+        session.grammar = self.grammar() if model == "target" or not rewinds else None
+        return session
 
     def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:
         """The inputs from which this job's drafter is built."""

@@ -265,8 +265,8 @@ class Settings:
         "prompts",
         "tools, keywords of the chat template",
         text="What goes with every prompt to the chat template and to servers, as in requests to vLLM: tools, "
-        "tool_choice and chat_template_kwargs, such as enable_thinking. response_format goes to servers only. Lines of "
-        "prompt files may have fields of their own.",
+        "tool_choice and chat_template_kwargs, such as enable_thinking. response_format (json_object or json_schema) "
+        "constrains local texts, too; tool_choice does not. Lines of prompt files may have fields of their own.",
         example=('{"chat_template_kwargs": {"enable_thinking": false}}',),
         forms={"JSON": "these fields", "none": "the prompt alone"},
         needs_chat=True,

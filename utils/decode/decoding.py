@@ -13,6 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from utils.bounds import WholeRange
+from utils.decode.grammar import Grammar
 from utils.decode.noise import Noise, resolve_seed
 from utils.decode.steps import FinishReason
 from utils.errors import UserError
@@ -24,13 +25,14 @@ class Decoding:
     """What to draw from, with which noise, and when to stop.
 
     `processor` maps logits (..., V) to probabilities (..., V). `max_new` is the maximum number of new tokens. `end_ids`
-    end the text.
+    end the text. The session of the target has the same `grammar`, if any.
     """
 
     processor: LogitsProcessor
     max_new: int
     end_ids: frozenset[int]
     noise: Noise
+    grammar: Grammar | None = None
 
     @classmethod
     def of(

@@ -48,13 +48,19 @@ class Verified:
 
     `logits` are raw (k+1, V), and `probs` is the processed distribution p (k+1, V). `features` are the hidden states
     (T, F) of the rows fed since the last round, ending with the last draft's row; None if the target's session keeps
-    none.
+    none. The first `forced` of the k drafts are tokens that a grammar forces: no drafter has proposed them.
     """
 
     start: int
     logits: Tensor
     probs: Tensor
     features: Tensor | None = None
+    forced: int = 0
+
+    @property
+    def drafted_from(self) -> int:
+        """The context length at which the drafter's own drafts began."""
+        return self.start + self.forced
 
 
 class Drafter(Protocol):
@@ -66,7 +72,9 @@ class Drafter(Protocol):
         """
 
     def propose(self, context: list[int], count: int) -> Draft:
-        """At most `count` drafts for what follows the context. Fewer, or none, is allowed."""
+        """At most `count` drafts for what follows the context. Fewer, or none, is allowed. The context may end with
+        tokens that a grammar forces and that the target has yet to read.
+        """
 
     def commit(self, context: list[int], verified: Verified) -> None:
         """Take note of the context after the round, and of the target's output in it."""

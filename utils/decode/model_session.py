@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass, report_reading
 from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
+from utils.decode.grammar import Grammar
 from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import check_memory, check_prompt, context_length, model_name, vocabulary_size
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
@@ -33,6 +34,7 @@ class ModelSession:
     it every feed recomputes the whole context. `rewinds` announces calls of `rewind`. A cache that cannot be rewound is
     refused with a UserError before the first token. `start_token` is the decoder's first id if an encoder-decoder
     config has none. `features` are the hidden states to keep of every row fed, see utils.decode.features.
+    The new tokens follow the `grammar` that is set on a session, if any.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ModelSession:
         self.name = model_name(model)
         self.vocab_size = vocabulary_size(model)
         self.context_length = context_length(model)
+        self.grammar: Grammar | None = None
         self._use_cache, self._rewinds, self._start_token = use_cache, rewinds, start_token
         self._reader = FeatureReader(model, features) if features else None
         self._features: tuple[Tensor, ...] = ()  # of the feeds since they were last taken
@@ -131,7 +134,11 @@ class ModelSession:
         if known > self._cached and self._is_prefill(contexts):
             self._prefill([context[:known] for context in contexts])
         # Row 0 of the logits predicts context index length - keep + 1.
-        return self._rules(self._pass(contexts, keep), len(contexts[0]) - keep + 1 - self._origin)
+        logits = self._rules(self._pass(contexts, keep), len(contexts[0]) - keep + 1 - self._origin)
+        if self.grammar is None:
+            return logits
+        masked = [self.grammar.masked(rows, text[self._origin :]) for rows, text in zip(logits, contexts, strict=True)]
+        return torch.stack(masked) if len(masked) > 1 else masked[0][None]
 
     def _prefill(self, contexts: list[list[int]]) -> None:
         """Feed rows whose logits are not needed: the same passes for every `keep`, which may be faster."""

@@ -25,6 +25,7 @@ class Step:
     accepted: how many of them, from the front, were accepted.
     token: the corrected or bonus token. None if an accepted end token ended the run.
     finish: set on the last step only.
+    forced: indices of drafts that are the only token which a grammar allows.
     forwards: target forward passes in this round.
     """
 
@@ -33,12 +34,22 @@ class Step:
     token: int | None
     finish: FinishReason | None = None
     forwards: int = 1
+    forced: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The new tokens of this round."""
         kept = self.drafted[: self.accepted]
         return kept if self.token is None else (*kept, self.token)
+
+    @property
+    def draft_counts(self) -> tuple[int, int]:
+        """The numbers of drafts and of accepted drafts, without those that a grammar forces."""
+        return len(self.drafted) - len(self.forced), self.accepted - self.accepted_forced
+
+    @property
+    def accepted_forced(self) -> int:
+        return sum(index < self.accepted for index in self.forced)
 
     @property
     def is_bonus(self) -> bool:

@@ -177,20 +177,21 @@ class DraftTracer:
         return tuple(self._trace(*last, index, step) for index in range(verified))
 
     def _trace(self, draft: Draft, verified: Verified, index: int, step: Step) -> DraftTrace:
-        row, evidence = verified.logits[index], draft.evidence or DraftEvidence()  # (V,)
+        row, own = verified.logits[index], index - verified.forced  # (V,); no drafter drafted forced tokens
+        evidence = draft.evidence if own >= 0 and draft.evidence else DraftEvidence()
         token, target_token = step.drafted[index], step.tokens[index]
         logits, lengths = evidence.logits, evidence.match_lengths
-        q = draft.probs if self._accepts_by_ratio else None
+        q = draft.probs if self._accepts_by_ratio and own >= 0 else None
         return DraftTrace(
             token=token,
             p=probability(row, token),
             rank=rank(row, token),
-            q=probability(logits[index][0], token) if logits else None,
+            q=probability(logits[own][0], token) if logits else None,
             # q > 0, since the token was drawn from it.
-            acceptance=None if q is None else min(1.0, float(verified.probs[index, token] / q[index, token])),
+            acceptance=None if q is None else min(1.0, float(verified.probs[index, token] / q[own, token])),
             target_token=target_token,
             target_p=probability(row, target_token),
-            match_length=lengths[index] if lengths else None,
+            match_length=lengths[own] if lengths else None,
         )
 
 
@@ -212,9 +213,9 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 def acceptance_of(steps: Iterable[Step]) -> float | None:
     """The acceptance rate: accepted drafts per draft, or None if nothing was drafted."""
-    counts = [(step.accepted, len(step.drafted)) for step in steps]
-    drafted = sum(drafted for _, drafted in counts)
-    return sum(accepted for accepted, _ in counts) / drafted if drafted else None
+    counts = [step.draft_counts for step in steps]
+    drafted = sum(drafted for drafted, _ in counts)
+    return sum(accepted for _, accepted in counts) / drafted if drafted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +246,16 @@ class Generation:
 
     @property
     def drafted(self) -> int:
-        return sum(len(step.drafted) for step in self.steps)
+        return sum(step.draft_counts[0] for step in self.steps)
 
     @property
     def accepted(self) -> int:
-        return sum(step.accepted for step in self.steps)
+        return sum(step.draft_counts[1] for step in self.steps)
+
+    @property
+    def forced(self) -> int:
+        """The accepted drafts that a grammar forces. They do not count as drafts."""
+        return sum(step.accepted_forced for step in self.steps)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -266,7 +272,7 @@ class Generation:
     @property
     def accepted_by_position(self) -> list[tuple[int, int]]:
         """(accepted, verified) for each draft position."""
-        return by_position([(len(step.drafted), step.accepted) for step in self.steps])
+        return by_position([step.draft_counts for step in self.steps])
 
 
 TOKEN, CHARACTER = "token", "character"  # what a position in a text counts
@@ -376,7 +382,7 @@ def spans_of(prompt: Sequence[int], steps: Sequence[Step], tokenizer: Any) -> di
         (("code", "prose"), _inside(CODE, pieces)),
     ):
         for start, step in zip(starts, steps, strict=True) if any(flags) else ():
-            for index in range(len(step.drafted)):
+            for index in set(range(len(step.drafted))) - set(step.forced):
                 # Drafts may reach beyond the end of the answer.
                 count = counts.setdefault(names[not flags[min(start + index, len(flags) - 1)]], [0, 0])
                 count[0] += index < step.accepted

@@ -268,7 +268,7 @@ def drafter_alone(inputs: DrafterInputs) -> Session:
     if isinstance(pair.drafter, BlockDrafter):
         raise UserError("The drafter cannot run alone: it drafts blocks after hidden states of the target.")
     if isinstance(pair.drafter, StepwiseDrafter):
-        return FreeHead(pair.drafter, pair.target, use_cache=inputs.use_cache)
+        return FreeHead(pair.drafter, pair.target, use_cache=inputs.use_cache, grammar=inputs.decoding.grammar)
     if pair.drafter_tokenizer is not None:
         raise UserError("The drafter cannot run alone: its tokenizer differs from the target's.")
     return inputs.open_session("drafter", rewinds=False)

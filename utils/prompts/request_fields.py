@@ -6,7 +6,10 @@ text, "" without any. Nothing heavy is imported.
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+from llguidance import LLMatcher
 
 from utils.errors import UserError, check_choice
 from utils.text import encodable
@@ -22,6 +25,8 @@ FORMS: dict[str, type | tuple[type, ...]] = {
     "response_format": dict,
     "chat_template_kwargs": dict,
 }
+FORMATS = ("text", "json_object", "json_schema")
+FORMAT_EXAMPLE = '{"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}'
 
 
 def parse_request(text: str) -> str:
@@ -41,7 +46,32 @@ def parse_request(text: str) -> str:
     if not all(isinstance(one.get("role"), str) and isinstance(_text(one), str) for one in fields.get("messages", ())):
         raise UserError("each of the messages needs a role, and a content that is text.")
     fields = {name: value for name, value in fields.items() if value}
-    return json.dumps(fields, ensure_ascii=False) if fields else ""
+    request = json.dumps(fields, ensure_ascii=False) if fields else ""
+    if fields.get("response_format", {}).get("type") in FORMATS:  # servers may have further types
+        grammar_text(request)
+    return request
+
+
+@lru_cache(64)
+def grammar_text(request: str) -> str:
+    """The response format of a request as a grammar in the language of llguidance, or "" for free text.
+
+    Raises UserError for a type or a schema that is not valid or not supported.
+    """
+    response = json.loads(request or "{}").get("response_format", {"type": "text"})
+    kind, named = response.get("type"), response.get("json_schema")
+    if check_choice(str(kind), FORMATS, "for local models the type of response_format") == "text":
+        return ""
+    schema = {"type": "object"} if kind == "json_object" else named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise UserError(f"response_format needs a schema; write for example {FORMAT_EXAMPLE}.")
+    # As models write JSON on one line. Where blanks are not optional, more tokens are forced.
+    grammar = LLMatcher.grammar_from_json_schema(
+        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    )
+    if problem := LLMatcher.validate_grammar(grammar):
+        raise UserError(f"the schema of response_format is not supported: {problem.splitlines()[0]}.")
+    return grammar
 
 
 def request_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -214,6 +214,8 @@ def figures_line(run: Run, length: int) -> str:
         parts.append(f"first after {run.first_seconds:.2f} s")
     if run.drafted:
         parts.append(f"{run.accepted} of {count_of(run.drafted, 'draft')} accepted")
+    if run.forced:
+        parts.append(f"{count_of(run.forced, 'token')} forced by the format")
     return " · ".join(filter(None, [*parts, ending(run, length)]))
 
 

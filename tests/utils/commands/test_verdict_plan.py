@@ -10,6 +10,7 @@ from verdict_runs import TEXTS, Runs, helpful, ids_of, prompts_file, session_of,
 
 from utils.commands.verdicts.measurement import FOLDER, RUN_SECONDS, divide, plan_prompts, run_length, run_seconds
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
+from utils.prompts.request_fields import grammar_text
 from utils.repl.repl_session import Verdict
 
 
@@ -27,7 +28,7 @@ def test_one_prompt_is_run_as_long_as_there_is_time_for(
 
 def test_prompts_of_the_session_come_first_and_builtin_ones_else(view: Screen, tmp_path: Path) -> None:
     session = session_of(view, tmp_path)
-    assert len(plan_prompts("", session.harness.state.prompts).measured) == 12
+    assert len(plan_prompts("", session.harness.state.prompts).measured) == 14
     for line in ("Hello", "Hello", "There", "x" * 900):
         session.handle(line)
     assert session.harness.state.prompts == ["Hello", "Hello", "There"], "without the one that was refused"
@@ -77,9 +78,10 @@ def test_prompts_are_spaced_and_tasks_take_turns() -> None:
 
 def test_the_built_in_prompts() -> None:
     measured, tuning = (list(read_prompts(FOLDER / name)) for name in ("prompts.jsonl", "tuning.jsonl"))
-    assert len(measured) == 12 and len(tuning) == 3
+    assert len(measured) == 14 and len(tuning) == 3
     assert all(sum(prompt.task == task for prompt in measured) == 2 for task in {prompt.task for prompt in measured})
-    assert len({prompt.task for prompt in measured}) == 6 and not set(measured) & set(tuning)
+    assert sum(bool(prompt.request and grammar_text(prompt.request)) for prompt in measured) == 2
+    assert len({prompt.task for prompt in measured}) == 7 and not set(measured) & set(tuning)
 
 
 def test_both_go_first_equally_often(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

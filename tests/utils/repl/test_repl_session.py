@@ -44,6 +44,7 @@ FIELDS = {
     "first_difference_in",
     "drafted",
     "accepted",
+    "forced",
     "acceptance_rate",
     "rounds",
     "target_forwards",

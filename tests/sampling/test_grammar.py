@@ -1,0 +1,373 @@
+"""A grammar masks every model's logits: texts follow the target's distribution under its masks, whatever drafts.
+
+The masks are computed anew here by an automaton, and every path of a run is enumerated (see exact.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from exact import distance, text_probs
+from fakes import TinyPair, tiny_pair
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from samplers import SAMPLERS
+from tiny import tiny_head
+from tiny_jobs import replay_gammas
+from tokenizers import Tokenizer, decoders, models
+from toys import ToyModel, decoding, opposed, session, toy
+from transformers import PreTrainedTokenizerFast
+
+from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage
+from sampling import RULES, AdaptiveGamma, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
+from utils.comparison.arms import LocalArm, ids_of
+from utils.comparison.strategies import STRATEGIES, Job
+from utils.config.settings import Settings
+from utils.config.value_types import ProcessorSpec
+from utils.decode.decoding import Decoding
+from utils.decode.grammar import Grammar, grammar_of
+from utils.decode.steps import Step
+from utils.errors import UserError
+from utils.logits_processor import GreedyProcessor
+from utils.metrics.costs import Costs
+from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
+from utils.prompts.request_fields import grammar_text, parse_request
+
+A, B, C, D, END, PADDING = range(6)
+SIZE, LENGTH, PROMPT = 6, 7, [B, D, A, B]
+PATTERN = "(a[bc]dd?)+"
+# The same language: state -> token -> next state. After END everything is allowed, and no run reads it.
+AUTOMATON = {0: {A: 1}, 1: {B: 2, C: 2}, 2: {D: 3}, 3: {D: 4, A: 1, END: 5}, 4: {A: 1, END: 5}}
+TARGET = toy(1, SIZE)
+ROUNDING = 1e-12
+
+
+@cache
+def grammar() -> Grammar:
+    vocabulary = {"a": A, "b": B, "c": C, "d": D, "<end>": END}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    return Grammar(LLMatcher.grammar_from_regex(PATTERN), from_tokenizer(tokenizer), frozenset({END}))
+
+
+def allowed(text: Iterable[int]) -> set[int]:
+    state = 0
+    for token in text:
+        state = AUTOMATON[state][token]
+    return {*AUTOMATON[state]}
+
+
+def plan_of(processor: Any = SAMPLERS[0], **options: Any) -> Decoding:
+    return replace(decoding(LENGTH, processor=processor, ends=[END], **options), grammar=grammar())
+
+
+def target_session() -> Any:
+    found = session(TARGET)
+    found.grammar = grammar()
+    return found
+
+
+def masked_probs(processor: Any) -> dict[tuple[int, ...], float]:
+    """The exact probability of every text."""
+    texts, ended = {(): 1.0}, dict[tuple[int, ...], float]()
+    for _ in range(LENGTH):
+        longer = {}
+        for text, mass in texts.items():
+            row = torch.full((SIZE,), -torch.inf)
+            ids = sorted(allowed(text))
+            row[ids] = TARGET.table[(*PROMPT, *text)[-1], ids]
+            for token, weight in enumerate(processor(row[None])[0].tolist()):
+                if weight:
+                    (ended if token == END else longer)[(*text, token)] = mass * weight
+        texts = longer
+    return ended | texts
+
+
+def run(
+    noise: Any = None,
+    *,
+    kind: str,
+    processor: Any = SAMPLERS[0],
+    rule: str = "rejection",
+    gamma: int = 3,
+    seed: int = 0,
+    drafter: ToyModel | None = None,
+) -> Iterator[Step]:
+    plan = plan_of(processor, noise=noise, seed=seed)
+    if kind == "target":
+        return autoregressive_steps(PROMPT, target_session(), plan)
+    chosen = RULES[rule]
+    if kind == "ngram":  # after unknown contexts drafts are random, and often forbidden
+        made: Any = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=False)
+    elif kind == "lookup":
+        made = MatchDrafter(LongestMatch(1))
+    else:
+        made = ModelDrafter(session(drafter or opposed(TARGET)), plan, SIZE, shares_noise=chosen.shares_noise)
+    return speculative_steps(PROMPT, made, target_session(), plan, gamma=gamma, rule=chosen)
+
+
+LACKING = ToyModel(toy(3, SIZE).table[:, :C])  # a drafter without the tokens c, d and the end
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "target"},
+        {"kind": "model"},
+        {"kind": "model", "gamma": 2, "rule": "block"},
+        {"kind": "model", "drafter": LACKING},
+        {"kind": "ngram"},
+        {"kind": "lookup"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("processor", SAMPLERS[:3], ids=str)
+def test_texts_follow_the_targets_distribution_under_the_masks(options: Any, processor: Any) -> None:
+    expected = masked_probs(processor)
+    assert len(expected) > 4
+    found = text_probs(partial(run, processor=processor, **options))
+    assert distance(found, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["model", "ngram", "lookup"])
+def test_greedy_and_coupled_texts_are_the_targets(kind: str, rule: str) -> None:
+    same_noise = rule == "coupled" or kind != "model"
+    for processor in (GreedyProcessor(), *(SAMPLERS[:3] if same_noise else ())):
+        for seed in range(20):
+            for gamma in (1, 2, 5):
+                made = run(kind=kind, processor=processor, rule=rule, gamma=gamma, seed=seed)
+                assert tokens_of(made) == tokens_of(run(kind="target", processor=processor, seed=seed))
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram", "lookup"])
+def test_forced_tokens_are_accepted_and_counted_apart(kind: str) -> None:
+    forced = 0
+    for seed in range(20):
+        text: list[int] = []
+        steps = list(run(kind=kind, seed=seed, gamma=4))
+        for step in steps:
+            assert step.forced == tuple(
+                place for place in range(len(step.drafted)) if len(allowed([*text, *step.drafted[:place]])) == 1
+            )
+            # A round begins with what is forced, and only a draft before a forced token can reject it.
+            assert 0 in step.forced or len(allowed(text)) > 1 or not step.drafted
+            assert step.accepted not in step.forced
+            text.extend(step.tokens)
+        own = [
+            (place < step.accepted, place)
+            for step in steps
+            for place in range(len(step.drafted))
+            if place not in step.forced
+        ]
+        result = collect(iter(steps))
+        assert (result.drafted, result.accepted) == (len(own), sum(good for good, _ in own))
+        assert acceptance_of(steps) == (sum(good for good, _ in own) / len(own) if own else None)
+        assert result.forced + result.accepted == sum(step.accepted for step in steps)
+        assert sum(tried for _, tried in result.accepted_by_position) <= len(own)
+        forced += result.forced
+    assert forced > 20
+
+
+def test_drafts_end_before_the_first_forbidden_token() -> None:
+    for seed in range(20):
+        text: list[int] = []
+        for step in run(kind="ngram", seed=seed):
+            for place, token in enumerate(step.drafted):
+                assert token in allowed([*text, *step.drafted[:place]])
+            text.extend(step.tokens)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "size": {"enum": ["large", "larger", "small"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+REQUEST = json.dumps({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}})
+
+
+def test_masks_depend_on_the_text_alone() -> None:
+    """Whatever was asked before: the matcher is moved forwards and backwards."""
+    pair = tiny_pair()
+    one, random = grammar_of(grammar_text(REQUEST), pair.tokenizer, pair.end_ids), Random(0)
+    text: list[int] = []
+    for _ in range(60):
+        del text[random.randint(0, len(text)) :]
+        for _ in range(random.randint(0, 30)):
+            ids = (~one.forbidden(text, 1, 300)[0]).nonzero().flatten().tolist()
+            text.append(random.choice(ids))
+            if text[-1] in pair.end_ids:
+                break
+        other = Grammar(grammar_text(REQUEST), from_tokenizer(pair.tokenizer), pair.end_ids)
+        assert torch.equal(one.forbidden(text, 5, 310), other.forbidden(text, 5, 310))
+
+
+def pair_of(kind: str) -> TinyPair:
+    pair = tiny_pair(num_hidden_layers=3)
+    if kind == "head":
+        pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "verify", "gamma"),
+    [
+        ("model", "loaded", "rejection", 5),
+        ("model", "chain", "coupled", None),
+        ("model", "layers:1", "coupled", 3),
+        ("head", "loaded", "coupled", 6),
+        ("head", "chain", "rejection", 4),
+        ("model", "suffix", "block", 4),
+        ("model", "lookup", "rejection", 9),
+    ],
+)
+def test_texts_of_all_strategies_are_the_targets_and_follow_the_schema(
+    kind: str, word: str, verify: str, gamma: int | None
+) -> None:
+    pair = pair_of(kind)
+    processor = ProcessorSpec(1.5) if verify == "coupled" else ProcessorSpec(is_greedy=True)
+    settings = Settings(
+        request=REQUEST, drafter_kind=(word,), verify=verify, gamma=gamma, length=120, processor=processor, beams=2
+    )
+    rows = [variant for row in STRATEGIES for variant in row.variants((word,), pair)]
+    for seed in range(3):
+        runs = {row.name: LocalArm(row, pair).run("Hi", replace(settings, seed=seed)) for row in rows}
+        for run in runs.values():
+            value = json.loads(run.text.removesuffix("<|im_end|>"))
+            assert [*value] == ["name", "size", "tags"] and value["size"] in SCHEMA["properties"]["size"]["enum"]
+            assert len(value["name"]) <= 3 and len(value["tags"]) <= 2
+        assert runs["speculative"].text == runs["ngram"].text == runs["target"].text
+        assert runs["target"].forced is None and runs["speculative"].forced and runs["ngram"].forced
+
+
+def test_without_a_chat_template_texts_are_free() -> None:
+    pair = tiny_pair()
+    job = Job([1], pair, Settings(request=REQUEST), NGramStorage(3, 300))
+    assert job.session("target").grammar is job.decoding.grammar is job.grammar() is not None
+    assert replace(job, settings=Settings(request=REQUEST, chat=False)).grammar() is None
+    assert replace(job, settings=Settings(request=REQUEST.replace("json_schema", "text", 1))).grammar() is None
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"type": "json_schema"}, "needs a schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}, "nope"),
+        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "not supported"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_where_it_is_typed(form: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_request(json.dumps({"response_format": form}))
+
+
+def test_other_types_go_to_servers_only() -> None:
+    request = parse_request('{"response_format": {"type": "grammar"}}')
+    with pytest.raises(UserError, match="json_object"):
+        grammar_text(request)
+
+
+def test_a_target_without_an_end_token_is_refused() -> None:
+    with pytest.raises(UserError, match="end token"):
+        grammar_of(grammar_text(REQUEST), tiny_pair().tokenizer, frozenset())
+
+
+class Watched(AdaptiveGamma):
+    """Notes how many drafts of each round it learns as accepted."""
+
+    def learn(self, buckets: Any, accepted: int, computed: int = 0) -> None:
+        self.noted = [*getattr(self, "noted", ()), accepted]
+        super().learn(buckets, accepted, computed)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_adaptive_gamma_learns_from_the_drafters_own_drafts_only(kind: str) -> None:
+    noted = 0
+    for seed in range(20):
+        plan, adaptive = plan_of(seed=seed), Watched(Costs.of([0.01] * 6, {}), 0.01)
+        drafter: Any = MatchDrafter(LongestMatch(1), adaptive=adaptive)
+        if kind == "model":
+            drafter = ModelDrafter(session(TARGET), plan, SIZE, adaptive=adaptive)
+        steps = list(speculative_steps(PROMPT, drafter, target_session(), plan, gamma=4))
+        for step, accepted in zip(steps, adaptive.noted, strict=True):
+            leading = next((index for index in range(6) if index not in step.forced), 6)
+            assert accepted in (0, max(0, step.accepted - leading))  # 0: drafted, but cut
+            noted += accepted
+    assert noted > 3
+
+
+def test_matches_continue_after_forced_tokens() -> None:
+    drafter, text = MatchDrafter(LongestMatch(1)), [1, 2, 3, 4, 5, 1, 2]
+    drafter.begin(text, text)
+    assert drafter.propose([*text, 3], 2).tokens == [4, 5]
+    assert drafter.propose([*text, 9], 2).tokens == []
+
+
+def test_a_head_reads_forced_tokens_like_drafts() -> None:
+    target = tiny_pair().target
+    model, prompt, features = tiny_head(target), [3, 1, 4, 1, 5], torch.randn(4, 64)
+    rows = []
+    for contexts in ([[*prompt, 9, 2]], [prompt, [*prompt, 9], [*prompt, 9, 2]]):
+        head = HeadSession(model)
+        head.begin(prompt)
+        head.add_features(features, 0, 4)
+        rows.append([head.feed(context, keep=1) for context in contexts][-1])
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_traces_are_those_of_the_drafts_that_they_belong_to(kind: str) -> None:
+    seen = 0
+    for seed in range(10):
+        plan, tracer = plan_of(seed=seed), DraftTracer()
+        drafter: Any = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=False, observed=True)
+        if kind == "model":
+            drafter = ModelDrafter(session(opposed(TARGET)), plan, SIZE, observed=True)
+        steps = speculative_steps(PROMPT, tracer.around(drafter), target_session(), plan, gamma=4)
+        text: list[int] = []
+        result = collect(steps, tracer=tracer)
+        for step, traces in zip(result.steps, result.traces, strict=True):
+            for place, trace in enumerate(traces):
+                before = [*text, *step.drafted[:place]]
+                assert trace.token == step.drafted[place] and trace.is_accepted == (place < step.accepted)
+                if len(allowed(before)) == 1:
+                    assert trace.p == 1
+                if kind == "model" and trace.q is not None:
+                    row = torch.full((SIZE,), -torch.inf, dtype=torch.float64)
+                    ids = sorted(allowed(before))
+                    row[ids] = -TARGET.table[(*PROMPT, *before)[-1], ids].double()
+                    assert trace.q == pytest.approx(float(row.softmax(-1)[trace.token]))
+                    seen += place > 0
+                seen += trace.match_length is not None
+            text.extend(step.tokens)
+    assert seen > 5
+
+
+def test_replayed_rounds_have_the_forced_tokens_of_real_ones() -> None:
+    pair = pair_of("model")
+    settings = Settings(request=REQUEST, drafter_kind=("loaded",), gamma=4, length=80)
+    ids = ids_of(pair, "Hi", settings)
+    job = Job(ids, pair, settings, NGramStorage(3, 300))
+    strategy = STRATEGIES[0].variants(("loaded",), pair)[0]
+    steps = list(strategy.steps(job))
+    rounds = [found for found in replay_gammas(job, [strategy], tokens_of(steps)) if found.gamma == 4]
+
+    def kept(rounds: Iterable[Step]) -> list[tuple[Any, ...]]:
+        return [(one.tokens, one.accepted, one.accepted_forced) for one in rounds]
+
+    assert rounds and sum(one.accepted_forced for one in steps) > 0
+    assert all(kept(found.steps) == kept(steps) for found in rounds)
