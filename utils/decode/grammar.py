@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from utils.decode.drafts import matching_prefix
 from utils.errors import UserError
+from utils.logits_processor import one_thread
 
 KEPT = 64  # masks: those of a round are needed by the drafter, and then by the target
 
@@ -64,6 +65,7 @@ class Grammar:
                 rows[row] = pad(ids, (0, size - len(ids)), value=True)  # or cut, if it is negative
         return rows
 
+    @one_thread()
     def masked(self, logits: Tensor, text: Sequence[int]) -> Tensor:
         """Logits (k, V), the last row after all of the new tokens `text`, with minus infinity for forbidden ids."""
         forbidden = self.forbidden(text, *logits.shape).to(logits.device)

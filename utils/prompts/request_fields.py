@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
-
 from utils.errors import UserError, check_choice
 from utils.text import encodable
 
@@ -58,6 +56,8 @@ def grammar_text(request: str) -> str:
 
     Raises UserError for a type or a schema that is not valid or not supported.
     """
+    from llguidance import LLMatcher  # takes a tenth of a second, which --help should not
+
     response = json.loads(request or "{}").get("response_format", {"type": "text"})
     kind, named = response.get("type"), response.get("json_schema")
     if check_choice(str(kind), FORMATS, "for local models the type of response_format") == "text":
