@@ -41,7 +41,7 @@ from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
 from utils.prompts.request_fields import grammar_text, parse_request
 
 A, B, C, D, END, PADDING = range(6)
-SIZE, LENGTH, PROMPT = 6, 7, [B, D, A, B]
+SIZE, LENGTH, PROMPT = 6, 6, [B, C, A, B]
 PATTERN = "(a[bc]dd?)+"
 # The same language: state -> token -> next state. After END everything is allowed, and no run reads it.
 AUTOMATON = {0: {A: 1}, 1: {B: 2, C: 2}, 2: {D: 3}, 3: {D: 4, A: 1, END: 5}, 4: {A: 1, END: 5}}
@@ -125,7 +125,8 @@ def run(
     return speculative_steps(PROMPT, made, target_session(), plan, gamma=gamma, rule=chosen)
 
 
-LACKING = ToyModel(toy(3, SIZE).table[:, :C])  # a drafter without the tokens c, d and the end
+SHORT = ToyModel(toy(3, SIZE).table[:, :D])  # a drafter whose vocabulary ends before d
+LACKING = ToyModel(toy(3, SIZE).table.index_fill(1, torch.tensor([C, D]), -torch.inf))  # never drafts c or d
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,8 @@ LACKING = ToyModel(toy(3, SIZE).table[:, :C])  # a drafter without the tokens c,
         {"kind": "target"},
         {"kind": "model"},
         {"kind": "model", "gamma": 2, "rule": "block"},
-        {"kind": "model", "drafter": LACKING},
+        {"kind": "model", "gamma": 2, "drafter": LACKING},
+        {"kind": "model", "drafter": SHORT},
         {"kind": "ngram"},
         {"kind": "lookup"},
     ],
@@ -152,11 +154,12 @@ def test_texts_follow_the_targets_distribution_under_the_masks(options: Any, pro
 @pytest.mark.parametrize("kind", ["model", "ngram", "lookup"])
 def test_greedy_and_coupled_texts_are_the_targets(kind: str, rule: str) -> None:
     same_noise = rule == "coupled" or kind != "model"
-    for processor in (GreedyProcessor(), *(SAMPLERS[:3] if same_noise else ())):
-        for seed in range(20):
+    for processor in (GreedyProcessor(), *(SAMPLERS[1:3] if same_noise else ())):
+        for seed in range(8):
+            expected = tokens_of(run(kind="target", processor=processor, seed=seed))
             for gamma in (1, 2, 5):
                 made = run(kind=kind, processor=processor, rule=rule, gamma=gamma, seed=seed)
-                assert tokens_of(made) == tokens_of(run(kind="target", processor=processor, seed=seed))
+                assert tokens_of(made) == expected
 
 
 @pytest.mark.parametrize("kind", ["model", "ngram", "lookup"])
@@ -170,7 +173,10 @@ def test_forced_tokens_are_accepted_and_counted_apart(kind: str) -> None:
                 place for place in range(len(step.drafted)) if len(allowed([*text, *step.drafted[:place]])) == 1
             )
             # A round begins with what is forced, and only a draft before a forced token can reject it.
-            assert 0 in step.forced or len(allowed(text)) > 1 or not step.drafted
+            run_of: list[int] = []
+            while len(run_of) < min(4, LENGTH - len(text) - 1) and len(allowed([*text, *run_of])) == 1:
+                run_of.extend(allowed([*text, *run_of]))
+            assert list(step.drafted[: len(run_of)]) == run_of
             assert step.accepted not in step.forced
             text.extend(step.tokens)
         own = [
@@ -315,7 +321,7 @@ def test_adaptive_gamma_learns_from_the_drafters_own_drafts_only(kind: str) -> N
         steps = list(speculative_steps(PROMPT, drafter, target_session(), plan, gamma=4))
         for step, accepted in zip(steps, adaptive.noted, strict=True):
             leading = next((index for index in range(6) if index not in step.forced), 6)
-            assert accepted in (0, max(0, step.accepted - leading))  # 0: drafted, but cut
+            assert accepted == max(0, step.accepted - leading)
             noted += accepted
     assert noted > 3
 
