@@ -41,10 +41,10 @@ from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
 from utils.prompts.request_fields import grammar_text, parse_request
 
 A, B, C, D, END, PADDING = range(6)
-SIZE, LENGTH, PROMPT = 6, 6, [B, C, A, B]
-PATTERN = "(a[bc]dd?)+"
+SIZE, LENGTH, PROMPT = 6, 7, [B, C, A, B]
+PATTERN = "(a[bc]ddc?)+"
 # The same language: state -> token -> next state. After END everything is allowed, and no run reads it.
-AUTOMATON = {0: {A: 1}, 1: {B: 2, C: 2}, 2: {D: 3}, 3: {D: 4, A: 1, END: 5}, 4: {A: 1, END: 5}}
+AUTOMATON = {0: {A: 1}, 1: {B: 2, C: 2}, 2: {D: 3}, 3: {D: 4}, 4: {C: 5, A: 1, END: 6}, 5: {A: 1, END: 6}}
 TARGET = toy(1, SIZE)
 ROUNDING = 1e-12
 
@@ -194,6 +194,12 @@ def test_forced_tokens_are_accepted_and_counted_apart(kind: str) -> None:
     assert forced > 20
 
 
+def test_an_id_that_is_left_over_can_be_drawn() -> None:
+    """A drafter may lack it."""
+    logits = grammar().masked(torch.full((1, SIZE), -torch.inf), [])
+    assert logits[0].isfinite().nonzero().tolist() == [[A]]
+
+
 def test_drafts_end_before_the_first_forbidden_token() -> None:
     for seed in range(20):
         text: list[int] = []
@@ -314,13 +320,14 @@ class Watched(AdaptiveGamma):
 def test_adaptive_gamma_learns_from_the_drafters_own_drafts_only(kind: str) -> None:
     noted = 0
     for seed in range(20):
-        plan, adaptive = plan_of(seed=seed), Watched(Costs.of([0.01] * 6, {}), 0.01)
+        plan = replace(plan_of(seed=seed), max_new=30)
+        adaptive = Watched(Costs.of([0.01] * 6, {}), 0.01)
         drafter: Any = MatchDrafter(LongestMatch(1), adaptive=adaptive)
         if kind == "model":
             drafter = ModelDrafter(session(TARGET), plan, SIZE, adaptive=adaptive)
         steps = list(speculative_steps(PROMPT, drafter, target_session(), plan, gamma=4))
         for step, accepted in zip(steps, adaptive.noted, strict=True):
-            leading = next((index for index in range(6) if index not in step.forced), 6)
+            leading = next((index for index in range(9) if index not in step.forced), 9)
             assert accepted == max(0, step.accepted - leading)
             noted += accepted
     assert noted > 3
