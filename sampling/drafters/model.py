@@ -73,6 +73,8 @@ class ModelDrafter:
             computed = max(computed + 1, self._block)
             if grammar is not None:
                 logits = grammar.masked(logits, (context + tokens)[self._origin :])
+                if logits.isinf().all():  # the drafter's vocabulary ends before all that is allowed
+                    break
             q = self._decoding.probs(logits, self._session.name)[0]
             if adaptive is not None:
                 confidence = self._confidence(context + tokens, logits)
