@@ -43,8 +43,9 @@ from utils.prompts.request_fields import grammar_text, parse_request
 A, B, C, D, END, PADDING = range(6)
 SIZE, LENGTH, PROMPT = 6, 7, [B, C, A, B]
 PATTERN = "(a[bc]ddc?)+"
-# The same language: state -> token -> next state. After END everything is allowed, and no run reads it.
+# The same language: state -> token -> next state. After END everything is allowed.
 AUTOMATON = {0: {A: 1}, 1: {B: 2, C: 2}, 2: {D: 3}, 3: {D: 4}, 4: {C: 5, A: 1, END: 6}, 5: {A: 1, END: 6}}
+AUTOMATON[6] = dict.fromkeys(range(SIZE), 6)
 TARGET = toy(1, SIZE)
 ROUNDING = 1e-12
 
