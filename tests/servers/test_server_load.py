@@ -37,8 +37,8 @@ def plain() -> Iterator[Loopback]:
 
 @pytest.fixture
 def spec() -> Iterator[Loopback]:
-    """Three times as fast, but it answers one request at a time."""
-    with Loopback(faults=Faults(chunk_delay=0.0067), slots=1) as running:
+    """Twice as fast, but it answers one request at a time."""
+    with Loopback(faults=Faults(chunk_delay=0.009), slots=1) as running:
         yield running
 
 
