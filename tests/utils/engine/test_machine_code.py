@@ -92,7 +92,7 @@ def test_threads_stay_until_the_last_job_of_a_list(monkeypatch: pytest.MonkeyPat
     workers = Workers()
     run_next([2], workers=workers)
     sizes = [2, *[1] * 20]  # jobs that one thread computes alone
-    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 20_000_000, "workers": workers})
+    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 60_000_000, "workers": workers})
     caller.start()
     until(lambda: workers._state[machine_code._SERVING] == 1)
     time.sleep(0.1)
