@@ -137,7 +137,7 @@ class BlockSession(FeatureSession):
         super()._reset()
         self.block_size = self.model.block_size
         self._block: Tensor | None = None  # logits (K, V) of what follows the tokens that the target has read
-        self._asked = 0  # rows of the block whose logits were needed
+        self._conditioned = 0  # rows of the block whose logits were needed
 
     def room(self, context: list[int]) -> int | None:
         """How many more tokens it can predict: at most a block, of which forced tokens take rows."""
@@ -150,13 +150,13 @@ class BlockSession(FeatureSession):
         if self._block is None:
             features, tokens = self._take_waiting(), self._tokens_after(context, self._known)
             self._block = self.model.block_logits(features, tokens, self._cached, self._cache)
-            self._cached, self._asked = self._known, 0
+            self._cached, self._conditioned = self._known, 0
         row = len(context) - 1 - self._known
-        for index in range(min(self._asked, row), row + 1):  # each after the token before it
+        for index in range(min(self._conditioned, row), row + 1):  # each after the token before it
             logits = self.model.conditioned(
                 self._block[index : index + 1], index, context[self._known + index], self._cache
             )
-        self._asked = row + 1
+        self._conditioned = row + 1
         return logits
 
     def confidence(self, context: list[int]) -> float | None:

@@ -155,7 +155,7 @@ def lowers(effect: Row | None) -> bool:
 
 def main_cause(rows: Sequence[Row]) -> tuple[str, Row] | None:
     """The cause that lowers the speed-up most in the longest context, and the row of the longest context in which it is
-    not distinguishable. None if there is no such cause. `rows` are those of one arm by context.
+    not distinguishable. Returns None if no cause lowers it. `rows` are the rows of one arm, by context.
 
     Tests from the longest context to shorter ones, until one is not distinguishable, keep the error of a single test.
     """

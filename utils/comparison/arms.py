@@ -13,7 +13,7 @@ from ngram_assisted import STORAGES, NGramStorage
 from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.config.settings import Settings
 from utils.decode.engine_forward import prepare_run, reported_reading
-from utils.decode.model_info import vocabulary_size
+from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.noise import fix_seeds
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
@@ -332,7 +332,9 @@ class LocalArm:
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
             job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
-        prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), len(job.prompt) + settings.length)
+        last, bound = len(job.prompt) + settings.length, context_length(job.pair.target)
+        last = last if bound is None else min(last, bound)
+        prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), last)
         job.grammar()  # compiled before the clock runs
         # For each run, so that results do not depend on other runs.
         fix_seeds(settings.seed)

@@ -37,7 +37,7 @@ TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
 EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
 # What ModelSession passes. A call with anything else runs eagerly.
 ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
-LONGER = (2, 4)  # buffer lengths of the self-test, in smallest ones; in the last one attention is other kernels
+LONGER = (2, 4)  # further buffer lengths of the self-test, in units of SMALLEST; the last one has MANY_KEYS
 WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
 
 

@@ -133,7 +133,7 @@ class SlotLayer(GrowingLayer):
         return self.keys, self.values
 
     def in_slot(self) -> bool:
-        """Whether the keys lie in the slot, or there are none yet."""
+        """Whether the slot holds all keys that have been computed so far."""
         return self._own[0] is None
 
     def get_seq_length(self) -> int:

@@ -14,6 +14,7 @@ from utils.comparison.arms import LocalArm, Run, compare_run
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
 from utils.config.value_types import ProcessorSpec
+from utils.decode.model_info import context_length
 from utils.decode.steps import FinishReason, Step
 from utils.metrics.results import Comparison, Generation
 from utils.servers.address import ServerAddress
@@ -65,9 +66,10 @@ def test_runs_are_prepared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("utils.comparison.arms.prepare_run", lambda _, *positions: happened.append(positions))
     monkeypatch.setattr("utils.metrics.results.collect", timed)
     pair = table_pair()
-    job = Job([1, 2, 3], pair, replace(SETTINGS, length=9), NGramStorage(3, 64))
-    LocalArm(ROWS["target"], pair, job=job).run("", job.settings)
-    assert happened == [(3, 12), "timed"]
+    for length in (9, 10**6):  # the second one exceeds the context
+        job = Job([1, 2, 3], pair, replace(SETTINGS, length=length), NGramStorage(3, 64))
+        LocalArm(ROWS["target"], pair, job=job).run("", job.settings)
+    assert happened == [(3, 12), "timed", (3, context_length(pair.target)), "timed"]
 
 
 def test_servers_are_compared_on_their_host_and_by_greedy_texts() -> None:
