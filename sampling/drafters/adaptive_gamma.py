@@ -121,12 +121,17 @@ class AdaptiveGamma:
         """
         if self._max_new is None or self._shares:
             return False
-        return self._reading > LOSS * (self._table.prefill_cost(self._prompt) + self._max_new)
+        return self._reading > LOSS * (self._prefill + self._max_new)
 
     @property
     def _reading(self) -> float:
         """What the drafter needs to read the text that it has not read yet."""
         return self._costs.reading_cost(self._kind, self._length - self._read)
+
+    @property
+    def _prefill(self) -> float:
+        """The time of the target's prefill, in decode steps at this context length."""
+        return self._table.prefill_cost(self._prompt) / self._costs.step
 
     @property
     def _made(self) -> int:
@@ -139,7 +144,7 @@ class AdaptiveGamma:
         if self._max_new is None:
             return inf
         made = max(self._made, min(EXPECTED_TOKENS, self._max_new))
-        return LOSS * (self._table.prefill_cost(self._prompt) + made) + self._throughput.gain
+        return LOSS * (self._prefill + made) + self._throughput.gain
 
     @property
     def rate(self) -> float:

@@ -23,7 +23,7 @@ class Costs:
 
     `verify` has the extra time of a verify pass with 1, 2, ... drafts over a decode step. `draft` has pairs of a
     drafter kind and the time of one draft, `read` of a kind and the time to read 1,000 tokens of a prompt. `longer` is
-    the table of a longer context, and `step` its decode step relative to the shorter context.
+    the table of a longer context, and `step` a decode step at this length relative to one in the shortest context.
     """
 
     verify: tuple[float, ...] = ()
@@ -68,6 +68,7 @@ class Costs:
             tuple((kind, between(cost, drafts.get(kind, cost))) for kind, cost in self.draft),
             tuple((kind, cost / step) for kind, cost in self.read),
             length,
+            step=step,
         )
 
     @property
