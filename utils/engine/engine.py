@@ -248,8 +248,9 @@ class Engine:
         names = self.candidates() if name == AUTO else [name]
         lacking = {candidate: self._memory_problem(candidate) for candidate in names}
         if all(lacking.values()):
+            least = min(names, key=lambda candidate: self._built(candidate).need())
             remedy = smaller_form(self._models, self.available())
-            raise UserError(f"{self._target.name_or_path} is not computed here: {lacking[names[0]]}. {remedy}")
+            raise UserError(f"{self._target.name_or_path} is not computed here: {lacking[least]}. {remedy}")
 
     def _memory_problem(self, name: str) -> str:
         """Why an engine does not fit into memory, if it does not."""

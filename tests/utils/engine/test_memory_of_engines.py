@@ -103,6 +103,13 @@ def test_auto_skips_only_what_does_not_fit(rows: Callable[..., None]) -> None:
     assert engine.state.kind == "quick", "the engine in use stays"
 
 
+def test_the_least_need_of_all_engines_is_named(rows: Callable[..., None]) -> None:
+    rows(plain=row(size=2 * 10**9), small=row(size=10**9))
+    engine, _ = started({"plain": 0.01, "small": 0.01})
+    with pytest.raises(UserError, match=r"needs 1\.\d GB of memory"):
+        with_memory(engine, 0).use("auto", 1)
+
+
 def test_memory_that_the_engine_in_use_holds_counts_as_free(rows: Callable[..., None]) -> None:
     rows(first=row(size=10**9), second=row(size=10**9))
     engine = Engine([whole_llama()])
