@@ -14,19 +14,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from utils.decode.engine_forward import MAX_WIDTH, is_read
 from utils.decode.features import final_norm
 from utils.decode.logit_drift import logits_by_width
-from utils.decode.model_info import context_length, is_spread
+from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
 from utils.engine.graph_cache import GraphCache, Slot, SlotPool, recorded_cache
 from utils.engine.graph_decoder import Outputs, SlotDecoder
 from utils.engine.graph_drafter import GraphDrafter
-from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, attention_problem, unreported
 from utils.engine.read_decoder import read_decoder
 from utils.engine.selftest import DIFFERENT_LOGITS
 from utils.engine.weight_format import EngineWeights
@@ -240,42 +239,28 @@ class CudaGraphEngine(PlainEngine):
             return f"{self._format.format} engine weights are computed on CPUs only"
         if other := next((name for name in self._attention if name not in ("sdpa", "eager")), None):
             return f"it uses {other} attention"
-        return next(filter(None, (_unsupported(model, self.recorder.device_type) for model in self._models)), "")
+        problems = (attention_problem(model, self.recorder.device_type) for model in self._models)
+        return next(filter(None, problems), "")
 
     def install(self, report: Report = unreported) -> str:
         """Replace the forward passes, record them and test them. Returns why that failed."""
-        reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
-        if self.has_own_forward:
-            try:
-                failure = self._recorded(reference, report)
-            except RuntimeError as error:  # an operation that this GPU or this version of PyTorch does not support
-                failure = str(error).partition("\n")[0]
-            if not failure:
-                self._record_drafters(self._helpers)
-                return ""
-            report(f"recording transformers' forward pass, because of {failure}")
-            self.remove()
-            self.has_own_forward = False
-        failure = self._recorded(reference, report)
+        try:
+            failure = self._recorded(report)
+        except RuntimeError as error:  # an operation that this GPU or this version of PyTorch does not support
+            if not self.has_own_forward:
+                raise
+            failure = str(error).partition("\n")[0]
         if not failure:
-            self._record_drafters(self._helpers)
+            self._compute(self._helpers)
         return failure
 
-    def add_helper(self, helper: nn.Module) -> None:
-        super().add_helper(helper)
-        self._record_drafters([helper])
+    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+        record = self.recorder(self._models[0].device)
+        selftest.compile_drafters(helpers, lambda helper: GraphDrafter(helper, record))
 
-    def _record_drafters(self, helpers: Sequence[nn.Module]) -> None:
-        """Record the entries of drafters that can be described, if the pass computes what their modules compute."""
-        for helper in helpers:
-            if getattr(helper, "draft_spec", lambda: None)() is not None:
-                with suppress(RuntimeError):  # as above
-                    compiled = GraphDrafter(helper, self.recorder(self._models[0].device))
-                    if selftest.drafts_like_modules(compiled, helper):
-                        cast(Any, helper).compiled = compiled
-
-    def _recorded(self, reference: Sequence[Tensor], report: Report) -> str:
+    def _recorded(self, report: Report) -> str:
         self.promise = ""
+        reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
         for model in self._models:
             forward = GraphForward(model, self.recorder(model.device), own=self.has_own_forward)
             self._replaced.append((model, vars(model).get("forward")))
@@ -297,23 +282,7 @@ class CudaGraphEngine(PlainEngine):
             if own is not None:  # of a library that had replaced it before, such as accelerate
                 model.forward = own
         self._replaced = []
-        for helper in self._helpers:
-            vars(helper).pop("compiled", None)
         super().remove()
-
-
-def _unsupported(model: PreTrainedModel, device_type: str) -> str:
-    """Return why a model cannot be recorded."""
-    if model.device.type != device_type:
-        return f"CUDA graphs need a CUDA device, and it is on {model.device.type}"
-    if is_spread(model):
-        return "its layers are spread over several devices"
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if not layers or layers - {DynamicLayer, DynamicSlidingWindowLayer} or getattr(model, "_is_stateful", False):
-        return "some of its layers are neither full nor sliding attention"
-    return ""
 
 
 def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:

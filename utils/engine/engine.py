@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -29,7 +28,7 @@ from utils.engine.forward_timing import (
     verify_costs,
 )
 from utils.engine.invariant import InvariantEngine
-from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
+from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
 from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
@@ -358,7 +357,8 @@ class Engine:
                 self._add_references(passed=extent == "later")
             torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
-            failure = self._installed(engine, name) or engine.self_test(count, self.report, extent)
+            failure = install_with_fallback(engine, lambda text: self.report(f"engine {name}: {text}"), self._differs)
+            failure = failure or engine.self_test(count, self.report, extent)
             failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
@@ -375,16 +375,6 @@ class Engine:
         else:
             self._engine = engine
         return failed
-
-    def _installed(self, engine: PlainEngine, name: str) -> str:
-        """Install an engine and compare its logits. Returns why it failed."""
-        install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
-        failure = install() or self._differs()
-        if failure and engine.has_own_forward and "forward" in vars(self._target):
-            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
-            engine.has_own_forward = False
-            failure = install() or self._differs()
-        return failure
 
     def _add_references(self, *, passed: bool) -> None:
         """Compute the logits of models with weights of their own that are not known yet."""

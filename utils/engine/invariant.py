@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.compiled_drafter import CompiledDrafter
 from utils.engine.compiled_products import CompiledKernel, JoinedKernels
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, attention_problem, unreported
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import GroupBuilder, Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
@@ -63,6 +62,7 @@ class InvariantEngine(PlainEngine):
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
+        self.has_own_forward = any(isinstance(spec, DecoderSpec) for spec in specs)
         swap_linears([*self._models, *self._helpers], self._builder(), report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
@@ -72,24 +72,16 @@ class InvariantEngine(PlainEngine):
                 model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        self._compile_drafters(self._helpers)
+        self._compute(self._helpers)
         return ""
 
-    def add_helper(self, helper: nn.Module) -> None:
-        super().add_helper(helper)
-        swap_linears([helper], self._builder(), unreported)
-        self._compile_drafters([helper])
+    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+        swap_linears(helpers, self._builder(), unreported)
+        if _is_compiled(self._models[0]):
+            selftest.compile_drafters(helpers, CompiledDrafter)
 
     def _builder(self) -> GroupBuilder:
         return CompiledBuilder(self._format, self._models) if _is_compiled(self._models[0]) else blocked_builder
-
-    def _compile_drafters(self, helpers: Sequence[nn.Module]) -> None:
-        """Give drafters that can be described a program, if it computes what their modules compute."""
-        for helper in helpers if _is_compiled(self._models[0]) else ():
-            if getattr(helper, "draft_spec", lambda: None)() is not None:
-                compiled = CompiledDrafter(helper)
-                if selftest.drafts_like_modules(compiled, helper):
-                    cast(Any, helper).compiled = compiled
 
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
@@ -110,8 +102,6 @@ class InvariantEngine(PlainEngine):
             for model in self._models:
                 if isinstance(vars(model).get("forward"), LeanDecoder):  # and no wrapper of a library
                     del model.forward
-            for helper in self._helpers:
-                vars(helper).pop("compiled", None)
             restore_linears([*self._models, *self._helpers])
             for model, name in zip(self._models, self._plain_attention, strict=True):
                 model.set_attn_implementation(name)
@@ -141,16 +131,11 @@ def _reports_windows(model: PreTrainedModel) -> bool:
 
 
 def _unsupported(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if is_spread(model):
-        return "its layers are spread over several devices"
-    if model.device.type != "cpu":
-        return f"the invariant engine computes on CPUs only, and the model is on {model.device.type}"
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
-        return "some of its layers are neither full nor sliding attention"
+    if problem := attention_problem(model, "cpu"):
+        return problem
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are of the types {', '.join(sorted(kinds))}"
     # Only a model that used SDPA before is known to compute what row-invariant attention computes.
     if model.config._attn_implementation not in ("sdpa", attention.NAME):
         return f"it uses {model.config._attn_implementation} attention"

@@ -5,7 +5,8 @@ first layer and the output head are tested at every verify width, whole models a
 all of that has passed at an earlier start, a slice of each model is compared and tested again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,16 @@ class Reference:
             return DIFFERENT_LOGITS if differ_beyond_rounding(logits, self.logits) else ""
         share = float((logits.float() - self.logits).norm() / self.logits.norm())
         return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
+
+
+def compile_drafters(helpers: Iterable[Any], compiled: Callable[[Any], Any]) -> None:
+    """Give drafters that can be described what computes their entries, if that has the logits of their modules."""
+    for helper in helpers:
+        if getattr(helper, "draft_spec", lambda: None)() is not None:
+            with suppress(RuntimeError):  # an operation that a GPU or a version of PyTorch does not support
+                own = compiled(helper)
+                if drafts_like_modules(own, helper):
+                    helper.compiled = own
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
 from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
 from utils.engine.forward_timing import ForwardProbe
-from utils.engine.layer_engine import PlainEngine, Report, unreported
+from utils.engine.layer_engine import PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -137,7 +137,7 @@ class Trials:
         torch.set_num_threads(self.thread_counts[0])
         part = self._plan.slice_of(self.model)
         engine = self.builders[name]([part], [], self.weights)
-        if failure := engine.install(self.report):
+        if failure := install_with_fallback(engine, self.report):
             self._rows[name] = replace(self._rows[name], problem=FAILED.format(failure))
             return
         self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
