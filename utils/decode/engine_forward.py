@@ -3,7 +3,7 @@
 An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +14,10 @@ from utils.bounds import MAX_GAMMA
 
 MAX_WIDTH = MAX_GAMMA + 1  # rows of the widest verify pass
 PREFILL_CHUNK = 512  # rows of a prompt that are computed at once: more need more memory and are hardly faster
+
+SESSION_ARGUMENTS = frozenset(
+    {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+)
 
 _prefill: ContextVar[bool] = ContextVar("prefill", default=False)
 
@@ -35,6 +39,17 @@ class EngineForward(Protocol):
 
     def prepare(self, first: int, last: int) -> None:
         """Do what passes between these positions would do when they first run."""
+
+
+def is_plain_call(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward pass is called as by a session: engines leave all other calls to transformers."""
+    given = {name for name, value in arguments.items() if value is not None}
+    return (
+        given <= SESSION_ARGUMENTS
+        and arguments.get("return_dict") is not False
+        and isinstance(arguments.get("logits_to_keep", 0), int)  # not chosen positions
+        and not torch.is_grad_enabled()
+    )
 
 
 def engine_forward(model: Any) -> EngineForward | None:

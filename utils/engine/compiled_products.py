@@ -466,8 +466,8 @@ class CompiledKernel:
     float32.
     """
 
-    def __init__(self, weights: Sequence[Tensor] | Sequence[BlockWeight], bias: Tensor | None) -> None:
-        self.outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
+        self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self._scales = self._shifts = None
         self._bits = offset = 0
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
@@ -484,11 +484,11 @@ class CompiledKernel:
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
-        self.form = PackedForm(kind, inputs, group, scales, offset, self._shifts is not None, bias is not None)
+        self.form = PackedForm(kind, self.inputs, group, scales, offset, self._shifts is not None, bias is not None)
         self._values = _in_lanes(values, in_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
-        self._groups = inputs // group if group else 1
+        self._groups = self.inputs // group if group else 1
         self._block, self._prepare = _functions(self.form)
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
@@ -569,30 +569,8 @@ class CompiledKernel:
         shifts, form = None if self._shifts is None else self._in_rows(self._shifts), self.form
         return BlockWeight(rows, self._in_rows(self._scales), shifts, form.group, self._bits, form.offset).dense()
 
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.form.inputs
-
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]
-
-
-class JoinedKernels:
-    """Weights that read the same input but are stored in different forms, row below row."""
-
-    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
-        self.kernels, self.inputs = list(kernels), kernels[0].inputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([kernel(x) for kernel in self.kernels], dim=-1)
-
-    def weight(self) -> Tensor:
-        return torch.cat([kernel.weight() for kernel in self.kernels])
-
-    def tensors(self) -> Iterator[Tensor]:
-        for kernel in self.kernels:
-            yield from kernel.tensors()

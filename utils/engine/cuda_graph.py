@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import MAX_WIDTH, is_read
+from utils.decode.engine_forward import MAX_WIDTH, is_plain_call, is_read
 from utils.decode.features import final_norm
 from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length
@@ -34,8 +34,6 @@ from utils.errors import UserError
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
 EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
-# What ModelSession passes. A call with anything else runs eagerly.
-ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
 LONGER = (2, 4)  # further buffer lengths of the self-test, in units of SMALLEST; the last one has MANY_KEYS
 WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
 
@@ -129,7 +127,7 @@ class GraphForward:
         # Padding must not reach positions for which the model has no embedding.
         fits = width <= WIDTHS[-1] and (self._limit is None or length + width <= self._limit)
         slot = cache.reserve(width if fits else count)
-        if slot is None or len(ids) > 1 or not _is_plain_call(kwargs):
+        if slot is None or len(ids) > 1 or not is_plain_call(kwargs):
             return None
         hidden, keep = bool(kwargs.get("output_hidden_states")), kwargs.get("logits_to_keep", 0)
         # transformers fills an empty cache even for a short prompt, since a new slot has no buffers to record on.
@@ -205,17 +203,6 @@ def _inputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
     finally:
         if hook is not None:
             hook.remove()
-
-
-def _is_plain_call(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call asks for nothing but what a graph computes."""
-    return (
-        kwargs.keys() <= ARGUMENTS
-        and kwargs.get("use_cache", True) is True
-        and kwargs.get("return_dict", True) is True
-        and isinstance(kwargs.get("logits_to_keep", 0), int)
-        and not torch.is_grad_enabled()
-    )
 
 
 class CudaGraphEngine(PlainEngine):

@@ -6,7 +6,7 @@ bit. On a CPU in float32 it is faster than the plain layers as well.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.compiled_drafter import CompiledDrafter
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, attention_problem, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import GroupBuilder, Kernel, restore_linears, swap_linears
+from utils.engine.module_swap import EngineLinear, GroupBuilder, Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import data, release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
@@ -68,8 +68,8 @@ class InvariantEngine(PlainEngine):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if isinstance(spec, DecoderSpec):
-                products, head = products_of(model, spec)
-                model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
+                head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
+                model.forward = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
         self._compute(self._helpers)
@@ -164,8 +164,8 @@ class BlockedKernel:
 
 
 class CompiledBuilder:
-    """Builds one compiled kernel for layers with the same input, in the format of `weights`. float32 weights whose file
-    holds them in bfloat16 stay there, because the values are the same.
+    """Builds one compiled kernel for layers with the same input, in the format of `weights`, or one for each if their
+    forms differ. float32 weights whose file holds them in bfloat16 stay there, because the values are the same.
 
     models: the target first. A drafter's own layers have the format of drafters. Layers of no model belong to drafters
     that read hidden states, and have no name.
@@ -180,16 +180,11 @@ class CompiledBuilder:
         }
         self._heads = {id(model.get_output_embeddings().weight) for model in models}
 
-    def __call__(self, layers: Sequence[nn.Linear]) -> Kernel:
+    def __call__(self, layers: Sequence[nn.Linear]) -> list[Kernel]:
         forms = [self._form(layer) for layer in layers]
-        tensors = [form for form in forms if isinstance(form, Tensor)]
-        blocks = [form for form in forms if isinstance(form, BlockWeight)]
-        if not blocks and len({tensor.dtype for tensor in tensors}) == 1:
-            return CompiledKernel(tensors, _joined_bias(layers))
-        if not tensors and have_one_form(blocks):
-            return CompiledKernel(blocks, _joined_bias(layers))
-        parts = zip(forms, layers, strict=True)
-        return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
+        if have_one_form(forms):
+            return [CompiledKernel(forms, _joined_bias(layers))]
+        return [CompiledKernel([form], layer.bias) for form, layer in zip(forms, layers, strict=True)]
 
     def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
         name, weights = self._known.get(id(layer), ("", self._others))
@@ -197,17 +192,15 @@ class CompiledBuilder:
         return form if isinstance(form, BlockWeight) else _shortened(form)
 
 
-def blocked_builder(layers: Sequence[nn.Linear]) -> Kernel:
+def blocked_builder(layers: Sequence[nn.Linear]) -> list[Kernel]:
     """Return one BlockedKernel for layers with the same input."""
     weights = [data(layer.weight) for layer in layers]
-    return BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))
+    return [BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))]
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     """The biases of layers as one, or None if they have none."""
-    if all(layer.bias is None for layer in layers):
-        return None
-    return torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
+    return None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
 
 def _shortened(form: Tensor) -> Tensor:

@@ -80,13 +80,16 @@ class BlockWeight:
         return sum(part.nbytes for part in parts)
 
 
-def have_one_form(blocks: Sequence[BlockWeight]) -> bool:
+def have_one_form(weights: Sequence[Tensor | BlockWeight]) -> bool:
     """Whether weights differ in their values alone, so that they can be one weight, row below row."""
-    forms = {
-        (block.group, block.bits, block.offset, block.values.dtype, block.scales.dtype, block.shifts is None)
-        for block in blocks
-    }
-    return len(forms) == 1
+
+    def form(weight: Tensor | BlockWeight) -> object:
+        if isinstance(weight, Tensor):
+            return weight.dtype
+        dtypes = weight.values.dtype, weight.scales.dtype
+        return weight.group, weight.bits, weight.offset, dtypes, weight.shifts is None
+
+    return len({*map(form, weights)}) == 1
 
 
 def round_int8(weight: Tensor) -> BlockWeight:

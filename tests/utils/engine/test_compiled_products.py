@@ -13,7 +13,7 @@ from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products, machine_code
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.machine_code import has_feature
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
@@ -242,15 +242,3 @@ def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ..
     assert torch.equal(joined(x), alone(x))
     if isinstance(whole, Tensor):
         assert torch.equal(CompiledKernel([whole.T.contiguous().T], bias)(x), alone(x))
-
-
-def test_kernels_in_different_forms_are_joined() -> None:
-    torch.manual_seed(4)
-    kernels = [
-        CompiledKernel([torch.randn(20, 64)], torch.randn(20)),
-        CompiledKernel([round_int8(torch.randn(7, 64))], None),
-    ]
-    joined, x = JoinedKernels(kernels), torch.randn(2, 3, 64)
-    assert torch.equal(joined(x), torch.cat([kernel(x) for kernel in kernels], dim=-1)) and joined.inputs == 64
-    assert torch.equal(joined.weight(), torch.cat([kernel.weight() for kernel in kernels]))
-    assert {id(part) for part in joined.tensors()} == {id(part) for kernel in kernels for part in kernel.tensors()}
