@@ -31,7 +31,7 @@ from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
-from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 
@@ -175,11 +175,6 @@ class Engine:
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
         return self._engine.nbytes()
-
-    def unread_bytes(self, model: nn.Module, *, besides: nn.Module | None = None) -> int:
-        """Return the bytes of the weights of a model that no tensor of it holds, in the format in use."""
-        started = self.state.kind != PLAIN or self.state.reason == NOT_TESTED
-        return unread_bytes(model, self._weights if started else AS_LOADED, besides=besides)
 
     def faster_baseline(self) -> FasterEngine | None:
         """Return another engine in which the target alone would be noticeably faster, if one was measured."""
