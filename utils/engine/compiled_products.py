@@ -26,8 +26,8 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    cpu_features,
     floats,
-    has_feature,
     job_list,
     new_function,
     read_words,
@@ -367,7 +367,7 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
 
 
 def _has_many_registers() -> bool:
-    return has_feature("avx512f")
+    return "avx512f" in cpu_features()
 
 
 def _tile_shapes(kind: str) -> dict[int, int]:

@@ -205,9 +205,9 @@ def _machine() -> llvm.TargetMachine:
 
 
 @cache
-def has_feature(name: str) -> bool:
-    """Whether the processor has instructions that LLVM knows by this name."""
-    return bool(llvm.get_host_cpu_features().get(name, False))
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the processor, as LLVM calls them."""
+    return frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
 
 
 def compiled(module: ir.Module) -> Callable[[str], int]:

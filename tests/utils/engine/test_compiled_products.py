@@ -14,7 +14,7 @@ from torch import Tensor
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products, machine_code
 from utils.engine.compiled_products import CompiledKernel
-from utils.engine.machine_code import has_feature
+from utils.engine.machine_code import cpu_features
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
@@ -164,7 +164,7 @@ def test_tiles_of_another_processor_have_the_same_bits(
     expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
     monkeypatch.setattr(compiled_products, "_tile_shapes", lambda kind: shapes)
     monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
-    if 6 in shapes.values() and has_feature("avx2"):
+    if 6 in shapes.values() and "avx2" in cpu_features():
         machine = older_processor()
         monkeypatch.setattr(machine_code, "_machine", lambda: machine)
     for weight, every in zip(weights, expected, strict=True):

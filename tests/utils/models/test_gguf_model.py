@@ -226,7 +226,9 @@ def test_the_embedded_target_has_the_bits_of_its_unpacked_weights() -> None:
     logits, ids = sample_logits(pair.target), pair.tokenizer(text).input_ids
     plain = load("embedded", "head")  # from its float32 folder
     blocks = gguf_model.GgufBlocks(loading.embedded_gguf(print), plain.target)
-    unpacked = loading._engine(plain.target, plain.drafter, loading.EngineWeights("gguf", blocks), "")
+    unpacked = loading._engine(
+        plain.target, loading.LoadedDrafter(plain.drafter), loading.EngineWeights("gguf", blocks), ""
+    )
     unpacked.use("invariant", 1)
     assert torch.equal(sample_logits(plain.target), logits)
     assert plain.tokenizer(text).input_ids == ids
