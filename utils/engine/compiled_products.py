@@ -402,63 +402,22 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     return address("block"), address("prepare") if form.is_prepared else 0
 
 
-_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "out": POINTER}
-
-
-@cache
-def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
-    """The address of pack(arguments, block): put rows of values of so many bytes side by side, in lanes.
-
-    in_words: IN_WORD values of 4 bits become a word.
-    """
-    kind, module = ir.IntType(8 * itemsize), ir.Module("pack")
-    packed, at_once = (ir.IntType(32), IN_WORD) if in_words else (kind, 1)
-    inner, (source, out, stride, inputs) = new_function(module, "pack_block", [POINTER, POINTER, INT, INT])
-    inner.function.linkage = "internal"
-    for pointer in (source, out):
-        pointer.add_attribute("noalias")
-
-    def load(place: ir.Value) -> ir.Value:
-        return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
-
-    def pack(index: ir.Value) -> None:
-        for lane in range(LANES):
-            place = inner.add(inner.mul(stride, INT(lane)), index)
-            value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
-            if in_words:
-                value = inner.zext(value, packed)
-                for other in range(1, IN_WORD):
-                    more = inner.zext(load(inner.add(place, INT(other))), packed)
-                    value = inner.or_(value, inner.shl(more, packed(4 * other)))
-            inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
-
-    inner.for_each(inputs, pack, step=at_once)
-    inner.ret_void()
-    code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
-    own = read_words(code, pointer, _PACK)
-    source = code.at(own["source"], code.mul(code.mul(block, INT(LANES)), own["stride"]), kind)
-    size = code.udiv(own["inputs"], INT(at_once))
-    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), packed)
-    code.call(inner.function, [source, out, own["stride"], own["inputs"]])
-    code.ret_void()
-    return compiled(module)("pack")
-
-
-def _in_lanes(parts: Sequence[Tensor], *, in_words: bool = False) -> Tensor:
+def _in_lanes(parts: Sequence[Tensor]) -> Tensor:
     """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
     if any(len(part) % LANES for part in parts):
-        whole = torch.cat([*parts]) if len(parts) > 1 else parts[0]
+        whole = torch.cat([*parts])
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
-    inputs, blocks = parts[0].shape[1], sum(map(len, parts)) // LANES
-    shape, dtype = (blocks, inputs // IN_WORD if in_words else inputs, LANES), parts[0].dtype
-    out = torch.empty(shape, dtype=torch.int32 if in_words else dtype)
-    function, start = _pack_function(dtype.itemsize, in_words=in_words), 0
-    for part in parts:
-        rows, end = part if part.stride(1) == 1 else part.contiguous(), start + len(part) // LANES
-        arguments = words(_PACK, source=rows, stride=rows.stride(0), inputs=inputs, out=out[start:end])
-        WORKERS.run(*job_list([(function, arguments, end - start)]))
-        start = end
+    blocks = [len(part) // LANES for part in parts]
+    out = torch.empty(sum(blocks), parts[0].shape[1], LANES, dtype=parts[0].dtype)
+    for own, part in zip(out.split(blocks), parts, strict=True):
+        own.copy_(part.unflatten(0, (-1, LANES)).transpose(1, 2))
     return out
+
+
+def _in_words(values: Tensor) -> Tensor:
+    """Values of 4 bits (N, K) as words (N, K / IN_WORD) of adjacent inputs, the first one in the lowest bits."""
+    pairs = values.contiguous().view(torch.int16)
+    return pairs.bitwise_or(pairs >> 4).to(torch.uint8).view(torch.int32)
 
 
 class CompiledKernel:
@@ -485,7 +444,7 @@ class CompiledKernel:
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         self.form = PackedForm(kind, self.inputs, group, scales, offset, self._shifts is not None, bias is not None)
-        self._values = _in_lanes(values, in_words=kind == "uint4")
+        self._values = _in_lanes([*map(_in_words, values)] if kind == "uint4" else values)
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._groups = self.inputs // group if group else 1
