@@ -13,8 +13,8 @@ import torch
 from arms import Arm
 
 from utils.decode.engine_forward import engine_forward
+from utils.decode.model_info import sample_ids
 from utils.decode.model_session import ModelSession
-from utils.engine.forward_timing import sample_ids
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import EngineLinear
 from utils.pairs.pair import Pair

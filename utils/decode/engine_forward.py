@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from utils.bounds import MAX_GAMMA
 
@@ -38,7 +39,29 @@ class EngineForward(Protocol):
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
     def prepare(self, first: int, last: int) -> None:
-        """Do what passes between these positions would do when they first run."""
+        """Do what passes between these positions would do when they first run, if that takes long."""
+        return
+
+
+class CompiledEntries(Protocol):
+    """What an engine computes in place of the modules of a drafter that adds entries for hidden states."""
+
+    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
+        these. Returns the last state (1, H) and its logits (1, V') over the draft vocabulary.
+        """
+        ...
+
+    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return fuse(features) of features (T, F)."""
+        return fuse(features)
+
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run, or None for that of the modules."""
+
+    def prepare(self, first: int, last: int) -> None:
+        """Do what entries between these positions would do when they are first added, if that takes long."""
+        return
 
 
 def is_plain_call(arguments: Mapping[str, Any]) -> bool:

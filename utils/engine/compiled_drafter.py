@@ -4,14 +4,13 @@ positions, and one more each draft.
 The modules of such a drafter spend more time in Python than in their products.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from utils.decode.engine_forward import MAX_WIDTH
+from utils.decode.engine_forward import MAX_WIDTH, CompiledEntries
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, RotaryTables, product_of, products_of
 from utils.engine.decoder_spec import DecoderSpec, DraftSpec, JoinedInput
 from utils.engine.machine_code import WORKERS, floats
@@ -63,7 +62,7 @@ class DrafterProducts:
         return [self.head, *(mixture for mixture in self.mixtures if mixture is not None)]
 
 
-class CompiledDrafter:
+class CompiledDrafter(CompiledEntries):
     """Adds entries to a drafter that describes itself by `draft_spec`, as its present conventions have it."""
 
     def __init__(self, model: Any) -> None:
@@ -77,9 +76,7 @@ class CompiledDrafter:
         self._programs: dict[tuple[int, Any], DraftProgram] = {}
 
     def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
-        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
-        these, at most MAX_WIDTH. Returns the last state (1, H) and its logits (1, V').
-        """
+        """Add at most MAX_WIDTH entries."""
         count = len(tokens)
         with WORKERS.lock:  # programs share buffers
             program = self._program(count)
@@ -88,16 +85,6 @@ class CompiledDrafter:
             program.follow(first, self._rotary, cache.layers)
             program.run()
             return program.states[-1][-1:].clone(), program.logits[:, : self._products.head[0].outputs].clone()
-
-    def new_cache(self) -> None:
-        """The cache is that of the modules."""
-
-    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """fuse(features), by the modules."""
-        return fuse(features)
-
-    def prepare(self, first: int, last: int) -> None:
-        """Nothing: programs depend on no position, and take milliseconds to build."""
 
     def _program(self, count: int) -> DraftProgram:
         key = count, self._model.conventions

@@ -272,7 +272,6 @@ class _Attention:
         self._count = code.sub(end, self._first)
 
     def write(self) -> None:
-        """Write all instructions."""
         code, count, block = self._code, self._count, INT(KEYS_AT_ONCE)
         code.for_each(count, self._begin)
         first = code.udiv(self._positions(INT(0))[0], block)
@@ -359,7 +358,6 @@ class _Update:
         self._size, self._streams = size, streams
 
     def write(self) -> ir.Function:
-        """Write all instructions."""
         code, totals, chunks = self._code, self._totals, _chunks(self._size)
         before = _load(code, totals, INT(0))
         highest = self._write_scores(before)

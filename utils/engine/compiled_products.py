@@ -162,7 +162,6 @@ class _Tile:
         self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
     def write(self) -> ir.Function:
-        """Write all instructions."""
         code, groups = self._code, self._given["groups"]
         totals = code.repeat(groups, self._zeros, self._add_group) if self._form.group else self._group_sums(INT(0))
         for place, total in enumerate(totals):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import MAX_WIDTH, is_plain_call, is_read
+from utils.decode.engine_forward import MAX_WIDTH, EngineForward, is_plain_call, is_read
 from utils.decode.features import final_norm
 from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length
@@ -65,7 +65,7 @@ class CudaRecorder:
         return SimpleNamespace(outputs=outputs, replay=graph.replay)
 
 
-class GraphForward:
+class GraphForward(EngineForward):
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
     record: a CudaRecorder or its like. Graphs are recorded when they are first needed. own: compute a model that can be
@@ -89,11 +89,9 @@ class GraphForward:
             self._final_norm = final_norm(model)
 
     def new_cache(self) -> GraphCache:
-        """Return an empty cache for a session."""
         return GraphCache(self.pool, self._layers)
 
     def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
-        """Return the same for a model that was cut out of this one."""
         forward = GraphForward(cut, self._record, own=self.decoder is not None)
         self._cuts.add(forward)
         return forward
@@ -221,7 +219,6 @@ class CudaGraphEngine(PlainEngine):
         self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that they had
 
     def unsupported(self) -> str:
-        """Return why the models cannot be computed this way."""
         if not self._format.as_loaded:
             return f"{self._format.format} engine weights are computed on CPUs only"
         if other := next((name for name in self._attention if name not in ("sdpa", "eager")), None):
@@ -263,7 +260,6 @@ class CudaGraphEngine(PlainEngine):
         return ""
 
     def remove(self) -> None:
-        """Put the original forward passes back."""
         for model, own in self._replaced:
             del model.forward
             if own is not None:  # of a library that had replaced it before, such as accelerate

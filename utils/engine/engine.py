@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 
 from utils.engine import machine, selftest
 from utils.engine.cuda_graph import CudaGraphEngine
-from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
+from utils.engine.engine_choice import (
+    TYPICAL,
+    Choice,
+    EngineFigures,
+    FasterEngine,
+    choose,
+    faster_baseline,
+    joined_problems,
+)
 from utils.engine.forward_timing import (
     REPEATS,
     ForwardProbe,
@@ -116,9 +124,7 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
-            shared, each = {*problems.values()}, "; ".join(f"{name}: {text}" for name, text in problems.items())
-            reason = shared.pop() if len(shared) == 1 else each
+            reason = joined_problems({name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN})
             raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     @property

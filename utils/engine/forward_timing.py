@@ -15,7 +15,7 @@ from statistics import median_low
 import torch
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
+from utils.decode.model_info import cache_bytes, context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
@@ -193,9 +193,3 @@ def more_threads_are_faster(
         torch.set_num_threads(number)
         fastest[number] = min(width_seconds(probe, [1], clock, repeats=CHECK_REPEATS)[1])
     return any(fastest[number] * STALE < fastest[count] for number in others)
-
-
-def sample_ids(count: int, vocabulary: int) -> list[int]:
-    """Return token ids that are spread over the vocabulary."""
-    # 7919 is a prime: unless the vocabulary is a multiple of it, no id repeats before all have occurred.
-    return [(7919 * (index + 1)) % vocabulary for index in range(count)]

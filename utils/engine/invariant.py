@@ -43,7 +43,6 @@ class InvariantEngine(PlainEngine):
         self._installed = False
 
     def unsupported(self) -> str:
-        """Return why the models cannot be computed this way."""
         reasons = (_unsupported(model) or self._format_problem(model) for model in self._models)
         return next(filter(None, reasons), "")
 
@@ -53,11 +52,9 @@ class InvariantEngine(PlainEngine):
         return f"{self._format.format} weights are computed for models in float32 only"
 
     def need(self) -> int:
-        """Return the bytes of packed weights, less those that packing frees."""
         return max(0, decoder_bytes(self._models, self._format) - freed_bytes(self._models))
 
     def install(self, report: Report = unreported) -> str:
-        """Replace linear layers and attention."""
         release(self._models)
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import PREFILL_CHUNK, in_prefill, is_plain_call, is_read
+from utils.decode.engine_forward import PREFILL_CHUNK, EngineForward, in_prefill, is_plain_call, is_read
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts, RotaryTables
 from utils.engine.compiled_products import CompiledKernel
@@ -25,8 +25,8 @@ from utils.engine.machine_code import WORKERS
 PROGRAMS = 128  # the most that are kept: for all common widths, with and without states, and for some prompts
 
 
-class LeanDecoder:
-    """The forward pass of one model; an `EngineForward`.
+class LeanDecoder(EngineForward):
+    """The forward pass of one model.
 
     products: of each layer. head: of the logits. Calls with other arguments than those of sessions, such as an
     attention mask, go to the forward pass that the model had.
@@ -77,9 +77,6 @@ class LeanDecoder:
             return True
         layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
         return len(cache.layers) == len(layers) >= max(1, len(self._spec.layers))
-
-    def prepare(self, first: int, last: int) -> None:
-        """Nothing: programs depend on no position, and take milliseconds to build."""
 
     def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
         """The states (B, T, hidden): after the final norm, and all before it if `every`, empty if they are not read.

@@ -155,8 +155,6 @@ class Code(ir.IRBuilder):
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum of a vector, in an order that depends on its size alone."""
-        if vector.type.count == 1:
-            return self.extract_element(vector, ir.IntType(32)(0))
         name = f"vector.reduce.fadd.v{vector.type.count}f32"
         return self._intrinsic(name, FLOAT, [FLOAT(0.0), vector], REASSOCIATED)
 

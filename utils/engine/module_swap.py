@@ -125,7 +125,7 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
     restored: dict[tuple[int, int], Any] = {}
     for model in models:
         # A list, because modules are replaced while it is read.
-        for parent, name, child in [*_children(model)]:
+        for parent, name, child in [(part, *child) for part in model.modules() for child in part.named_children()]:
             if isinstance(child, EngineLinear):
                 key, (tied, bias) = (id(child.fused), child.index), child.original
                 if key not in restored:
@@ -162,7 +162,3 @@ def _layers_by_input(parent: nn.Module) -> Iterator[dict[str, nn.Linear]]:
             yield group
             linears = {name: layer for name, layer in linears.items() if name not in names}
     yield from ({name: layer} for name, layer in linears.items())
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    return ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
-from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.logit_drift import largest_difference, logits_by_width, max_rounding
+from utils.decode.model_info import context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
-from utils.engine.forward_timing import sample_ids
 from utils.engine.layer_engine import Report, unreported
 from utils.engine.stored_weights import rows_of
 from utils.engine.weight_format import EngineWeights
@@ -186,7 +185,7 @@ def sample_logits(model: PreTrainedModel, prefix: int = LONG_PREFIX) -> Tensor:
 
 def differ_beyond_rounding(logits: Tensor, reference: Tensor) -> bool:
     """Whether logits (k, V) of two engines differ by more than rounding can explain. NaN counts as a difference."""
-    return not LogitDrift.of([logits, reference]).difference <= max_rounding(reference)
+    return not largest_difference(logits, reference) <= max_rounding(reference)
 
 
 def sample_context(model: PreTrainedModel, length: int) -> list[int]:
