@@ -5,8 +5,8 @@ needs few kernels; of others the forward pass of transformers is recorded. Long 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
@@ -174,33 +174,21 @@ class GraphForward(EngineForward):
         if self.decoder is not None:
             return self.decoder.pass_over(slot, ids, hidden=hidden)
         arguments = {"input_ids": ids, "past_key_values": recorded_cache(slot), "use_cache": True, "return_dict": True}
+        norm = None
         if hidden:
-            arguments["output_hidden_states"] = True
+            arguments["output_hidden_states"], norm = True, self._final_norm
 
         def run() -> Outputs:
             positions = slot.position + torch.arange(ids.shape[1], device=ids.device)
             # Only older versions of transformers take `cache_position`, and would compute it on the host.
             given = {"position_ids": positions[None], "cache_position": positions}
             given = {name: value for name, value in given.items() if name in self._parameters}
-            with _inputs(self._final_norm if hidden else None) as unnormed:
+            unnormed: list[Tensor] = []
+            with nullcontext() if norm is None else norm.register_forward_pre_hook(lambda _, x: unnormed.append(x[0])):
                 output = self.original(**arguments, **given)
             return (output.logits, *(output.hidden_states if hidden else ()), *unnormed)
 
         return run
-
-
-@contextmanager
-def _inputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Yields a list that receives what the module is called with in this block."""
-    found: list[Tensor] = []
-    hook = None
-    if module is not None:
-        hook = module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    try:
-        yield found
-    finally:
-        if hook is not None:
-            hook.remove()
 
 
 class CudaGraphEngine(PlainEngine):

@@ -28,7 +28,6 @@ from utils.engine.engine_choice import (
     joined_problems,
 )
 from utils.engine.forward_timing import (
-    REPEATS,
     ForwardProbe,
     LongerContext,
     more_threads_are_faster,
@@ -160,14 +159,14 @@ class Engine:
         self.table = {}
         return self._prepare(name, thread_count, None, "complete")
 
-    def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
-        """Measure decode steps and verify passes in a short and in a longer context. probe: a new one if None."""
-        probe = probe or ForwardProbe(self._target)
-        self.step_seconds, self.costs = verify_costs(probe, repeats=repeats, report=self.report)
+    def measure(self) -> None:
+        """Measure decode steps and verify passes in a short and in a longer context."""
+        probe = ForwardProbe(self._target)
+        self.step_seconds, self.costs = verify_costs(probe, report=self.report)
         self.longer, short = None, probe.length
         release_memory()  # caches of keys and values that the passes have left
         if self.costs and (longer := probe.longer()) is not None:
-            found = verify_costs(longer, repeats=repeats, report=self.report, shorter=self.costs)
+            found = verify_costs(longer, report=self.report, shorter=self.costs)
             self.longer = LongerContext(short, longer.length, *found)
         self.draft_seconds, self.has_stored_costs = {}, False
 

@@ -58,13 +58,13 @@ class InvariantEngine(PlainEngine):
         release(self._models)
         # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
         self._installed = True
-        specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
-        self.has_own_forward = any(isinstance(spec, DecoderSpec) for spec in specs)
+        specs = [_spec_of(model) if self.has_own_forward else None for model in self._models]
+        self.has_own_forward = any(specs)
         swap_linears([*self._models, *self._helpers], self._builder(), report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
-            if isinstance(spec, DecoderSpec):
+            if spec is not None:
                 head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
                 model.forward = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
@@ -110,12 +110,10 @@ def _is_compiled(model: PreTrainedModel) -> bool:
     return bool(model.dtype == torch.float32)
 
 
-def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
-    """What the model computes, without its matrices, so that packing them frees them."""
-    if not _is_compiled(model):
-        return "the lean forward computes float32 only"
-    spec = read_decoder(model)
-    return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
+def _spec_of(model: PreTrainedModel) -> DecoderSpec | None:
+    """What the model computes, without its matrices, so that packing them frees them. None if it cannot be read."""
+    spec = read_decoder(model) if _is_compiled(model) else ""
+    return None if isinstance(spec, str) else spec.without_weights()
 
 
 def _reports_windows(model: PreTrainedModel) -> bool:
