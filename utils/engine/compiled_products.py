@@ -28,9 +28,9 @@ from utils.engine.machine_code import (
     compiled,
     cpu_features,
     floats,
+    inner_function,
+    item_function,
     job_list,
-    new_function,
-    read_words,
     words,
 )
 from utils.engine.weight_blocks import BlockWeight
@@ -146,12 +146,7 @@ class _Tile:
     def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int, *, streams: bool = True) -> None:
         # One or two rows keep memory busy without asking early, but not on processors with AVX-512.
         self._streams = streams and (rows > 2 or _has_many_registers())
-        self._code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
-        self.function = self._code.function
-        self.function.linkage = "internal"
-        for argument in arguments:
-            if argument.type == POINTER:
-                argument.add_attribute("noalias")
+        self._code, arguments = inner_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
@@ -169,7 +164,7 @@ class _Tile:
             total = code.fadd(total, _vector(code, own["bias"], FLOAT)) if self._form.has_bias else total
             code.store(total, code.at(own["out"], code.mul(self._given["out_stride"], INT(row))), align=4)
         code.ret_void()
-        return self.function
+        return code.function
 
     def _add_group(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         """Add the sums of a group times its scale, and the sum of its inputs times its shift."""
@@ -239,8 +234,7 @@ def _add_block_function(module: ir.Module, form: PackedForm) -> None:
         blocks: {rows: _Tile(module, form, rows, blocks).write() for rows in range(1, most + 1)}
         for blocks, most in _tile_shapes(form.kind).items()
     }
-    code, (pointer, item) = new_function(module, "block", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, item = item_function(module, "block", _ARGUMENTS)
     first, count = _blocks_of(code, given, item)
     after = code.append_basic_block()
     for at_once, tiles in shapes.items():
@@ -302,8 +296,7 @@ def _wide_function(form: PackedForm) -> int:
     module, most_rows = ir.Module("wide"), _most_rows()
     plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
     tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, most_rows + 1)}
-    code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, item = item_function(module, "wide", _ARGUMENTS)
     memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
     first, count = _blocks_of(code, given, item)
 
@@ -343,8 +336,7 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits."""
-    code, (pointer, row) = new_function(module, "prepare", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, row = item_function(module, "prepare", _ARGUMENTS)
     inputs = code.mul(row, INT(form.inputs))
     source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))

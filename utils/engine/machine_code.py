@@ -159,21 +159,13 @@ class Code(ir.IRBuilder):
         return self._intrinsic(name, FLOAT, [FLOAT(0.0), vector], REASSOCIATED)
 
 
-def read_words(code: Code, pointer: ir.Value, kinds: Mapping[str, ir.Type]) -> dict[str, ir.Value]:
-    """Arguments by name, one word each."""
-    return {
-        name: code.load(code.at(pointer, INT(index), INT), typ=kind, align=4)
-        for index, (name, kind) in enumerate(kinds.items())
-    }
-
-
 def floats(*shape: int) -> Tensor:
     """A tensor that machine code may write, whatever PyTorch's default number format and device are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def words(kinds: Mapping[str, ir.Type], **values: float | Tensor | None) -> Any:
-    """A ctypes array for `read_words`. Tensors stand for their addresses, and what is missing is zero."""
+    """The arguments of an `item_function`. Tensors stand for their addresses, and what is missing is zero."""
     array = (ctypes.c_int64 * len(kinds))()
     for index, (name, kind) in enumerate(kinds.items()):
         value = values.get(name)
@@ -190,6 +182,25 @@ def new_function(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tupl
     """A function without a result: where its instructions go, and its arguments."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
     return Code(function.append_basic_block()), list(function.args)
+
+
+def item_function(
+    module: ir.Module, name: str, kinds: Mapping[str, ir.Type]
+) -> tuple[Code, dict[str, ir.Value], ir.Value]:
+    """The function (arguments, item) of a job: where its instructions go, its arguments by name, and the item."""
+    code, (pointer, item) = new_function(module, name, [POINTER, INT])
+    places = ((own, kind, code.at(pointer, INT(index), INT)) for index, (own, kind) in enumerate(kinds.items()))
+    return code, {own: code.load(place, typ=kind, align=4) for own, kind, place in places}, item
+
+
+def inner_function(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tuple[Code, list[ir.Value]]:
+    """A function that others of the module call. Its pointers do not overlap, so that LLVM uses vectors."""
+    code, arguments = new_function(module, name, kinds)
+    code.function.linkage = "internal"
+    for argument in arguments:
+        if argument.type == POINTER:
+            argument.add_attribute("noalias")
+    return code, arguments
 
 
 @cache

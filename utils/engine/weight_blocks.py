@@ -21,9 +21,8 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    item_function,
     job_list,
-    new_function,
-    read_words,
     words,
 )
 
@@ -133,8 +132,7 @@ def _rounding_function(dtype: torch.dtype) -> int:
     """The address of round(arguments, row) for weights in float32 or bfloat16."""
     stored = FLOAT if dtype == torch.float32 else _HALF
     module = ir.Module("rounding")
-    code, (pointer, row) = new_function(module, "round", [POINTER, INT])
-    given = read_words(code, pointer, _ROUND)
+    code, given, row = item_function(module, "round", _ROUND)
     first = code.mul(row, given["groups"])
 
     def round_group(index: ir.Value) -> None:
