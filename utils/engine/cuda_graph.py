@@ -28,7 +28,6 @@ from utils.engine.graph_drafter import GraphDrafter
 from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, attention_problem, unreported
 from utils.engine.read_decoder import read_decoder
 from utils.engine.selftest import DIFFERENT_LOGITS
-from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
@@ -201,11 +200,6 @@ class CudaGraphEngine(PlainEngine):
     has_own_forward = True
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
-    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        super().__init__(models, helpers, weights)
-        self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
-        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that they had
-
     def unsupported(self) -> str:
         if not self._format.as_loaded:
             return f"{self._format.format} engine weights are computed on CPUs only"
@@ -234,9 +228,8 @@ class CudaGraphEngine(PlainEngine):
         self.promise = ""
         reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
         for model in self._models:
-            forward = GraphForward(model, self.recorder(model.device), own=self.has_own_forward)
-            self._replaced.append((model, vars(model).get("forward")))
-            model.forward = cast(Any, forward)
+            record = self.recorder(model.device)
+            self._replace_forward(model, GraphForward(model, record, own=self.has_own_forward))
         equal = True
         for model, logits in zip(self._models, reference, strict=True):
             report("recording forward passes")
@@ -246,14 +239,6 @@ class CudaGraphEngine(PlainEngine):
             equal = equal and _has_equal_bits(model)
         self.promise = BIT_IDENTICAL if equal else ""
         return ""
-
-    def remove(self) -> None:
-        for model, own in self._replaced:
-            del model.forward
-            if own is not None:  # of a library that had replaced it before, such as accelerate
-                model.forward = own
-        self._replaced = []
-        super().remove()
 
 
 def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:

@@ -37,11 +37,6 @@ class InvariantEngine(PlainEngine):
     promise = BIT_IDENTICAL
     has_own_forward = True
 
-    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        super().__init__(models, helpers, weights)
-        self._plain_attention = [model.config._attn_implementation for model in models]
-        self._installed = False
-
     def unsupported(self) -> str:
         reasons = (_unsupported(model) or self._format_problem(model) for model in self._models)
         return next(filter(None, reasons), "")
@@ -56,8 +51,6 @@ class InvariantEngine(PlainEngine):
 
     def install(self, report: Report = unreported) -> str:
         release(self._models)
-        # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
-        self._installed = True
         specs = [_spec_of(model) if self.has_own_forward else None for model in self._models]
         self.has_own_forward = any(specs)
         swap_linears([*self._models, *self._helpers], self._builder(), report)
@@ -66,7 +59,8 @@ class InvariantEngine(PlainEngine):
             model.set_attn_implementation(attention.NAME)
             if spec is not None:
                 head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
-                model.forward = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
+                lean = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
+                self._replace_forward(model, lean)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
         self._compute(self._helpers)
@@ -94,15 +88,9 @@ class InvariantEngine(PlainEngine):
         return next(filter(None, failures), "")
 
     def remove(self) -> None:
-        """Put nn.Linear layers and the original attention back."""
-        if self._installed:
-            for model in self._models:
-                if isinstance(vars(model).get("forward"), LeanDecoder):  # and no wrapper of a library
-                    del model.forward
-            restore_linears([*self._models, *self._helpers])
-            for model, name in zip(self._models, self._plain_attention, strict=True):
-                model.set_attn_implementation(name)
-            self._installed = False
+        restore_linears([*self._models, *self._helpers])
+        for model, name in zip(self._models, self._attention, strict=True):
+            model.set_attn_implementation(name)
         super().remove()
 
 

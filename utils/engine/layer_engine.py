@@ -1,12 +1,13 @@
 """What every engine provides, and the plain one. `utils.engine.engine` lists the engines and chooses one."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from utils.decode.engine_forward import EngineForward
 from utils.decode.model_info import is_spread
 from utils.engine.stored_weights import fill, release
 from utils.engine.weight_format import EngineWeights, placeholder_bytes, tensor_bytes
@@ -38,6 +39,8 @@ class PlainEngine:
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._format = list(models), list(helpers), weights
+        self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
+        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forward passes that were set on them
 
     def unsupported(self) -> str:
         """Return why these models cannot be computed this way."""
@@ -73,8 +76,17 @@ class PlainEngine:
         """Return the bytes of the weights of all models as they are held now."""
         return tensor_bytes([*self._models, *self._helpers])
 
+    def _replace_forward(self, model: PreTrainedModel, forward: EngineForward) -> None:
+        self._replaced.append((model, vars(model).get("forward")))
+        model.forward = cast(Any, forward)
+
     def remove(self) -> None:
         """Put the plain layers back, and leave weights to their files again."""
+        for model, own in self._replaced:
+            vars(model).pop("forward", None)
+            if own is not None:  # of a library, such as accelerate
+                model.forward = own
+        self._replaced = []
         for helper in self._helpers:
             vars(helper).pop("compiled", None)
         release(self._models)
