@@ -53,7 +53,6 @@ class FeatureSession(ABC):
         return None
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """Start a run."""
         self._reset()
         return list(prompt)
 

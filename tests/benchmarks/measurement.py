@@ -16,7 +16,8 @@ import torch
 from arms import MIN_RATE_TOKENS, NGRAM_DRAFTS, PLAIN, STORAGE, TARGET, Arm, Run, our_arms
 
 from utils.comparison.records import versions
-from utils.engine.machine import cpu_features, machine_facts
+from utils.engine.machine import machine_facts
+from utils.engine.machine_code import cpu_features
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
@@ -26,7 +27,17 @@ from utils.screen.renderer import Renderer
 TRIAL_PROMPT = "Tell me about the sea."
 CUT = "layers:10"  # the assistant of `generate` if the drafter is not a model
 OCCASIONALLY = 4  # our arms in the plain engine run on the first of so many prompts
-INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
+INSTRUCTION_SETS = (
+    "avx2",
+    "avxvnni",
+    "avx512f",
+    "avx512vnni",
+    "avx512bf16",
+    "amx-int8",
+    "neon",
+    "i8mm",
+    "sve",
+)  # of LLVM
 
 
 @dataclass(frozen=True, slots=True)

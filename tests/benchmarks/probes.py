@@ -13,9 +13,10 @@ import torch
 from arms import Arm
 
 from utils.decode.engine_forward import engine_forward
+from utils.decode.model_info import sample_ids
 from utils.decode.model_session import ModelSession
-from utils.engine.forward_timing import sample_ids
 from utils.engine.lean_decoder import LeanDecoder
+from utils.engine.module_swap import EngineLinear
 from utils.pairs.pair import Pair
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,6 +63,13 @@ def verify_seconds(
 
 
 @torch.no_grad()
+def run_products(model: Any) -> None:
+    """Compute the products of one decode step alone."""
+    for kernel in dict.fromkeys(part.fused.kernel for part in model.modules() if isinstance(part, EngineLinear)):
+        kernel(torch.zeros(1, kernel.inputs))
+
+
+@torch.no_grad()
 def step_over_products(model: Any, threads: int, rounds: int = PRODUCT_ROUNDS) -> dict[str, list[float]] | None:
     """Seconds of decode steps after CACHED tokens, and of their matrix products alone by the same kernels, in turns.
 
@@ -74,7 +82,10 @@ def step_over_products(model: Any, threads: int, rounds: int = PRODUCT_ROUNDS) -
     ids, session = sample_ids(CACHED + 1, model.config.vocab_size), ModelSession(model)
     session.feed(ids[:CACHED], keep=1)
     seconds: dict[str, list[float]] = {"step": [], "products": []}
-    passes: dict[str, Callable[[], Any]] = {"step": lambda: session.feed(ids, keep=1), "products": forward.run_products}
+    passes: dict[str, Callable[[], Any]] = {
+        "step": lambda: session.feed(ids, keep=1),
+        "products": lambda: run_products(model),
+    }
     for repeat in range(rounds + 1):
         for name, run in passes.items():
             started = time.perf_counter()

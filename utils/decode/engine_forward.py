@@ -3,17 +3,22 @@
 An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from utils.bounds import MAX_GAMMA
 
 MAX_WIDTH = MAX_GAMMA + 1  # rows of the widest verify pass
 PREFILL_CHUNK = 512  # rows of a prompt that are computed at once: more need more memory and are hardly faster
+
+SESSION_ARGUMENTS = frozenset(
+    {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+)
 
 _prefill: ContextVar[bool] = ContextVar("prefill", default=False)
 
@@ -34,7 +39,40 @@ class EngineForward(Protocol):
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
     def prepare(self, first: int, last: int) -> None:
-        """Do what passes between these positions would do when they first run."""
+        """Do what passes between these positions would do when they first run, if that takes long."""
+        return
+
+
+class CompiledEntries(Protocol):
+    """What an engine computes in place of the modules of a drafter that adds entries for hidden states."""
+
+    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
+        these. Returns the last state (1, H) and its logits (1, V') over the draft vocabulary.
+        """
+        ...
+
+    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return fuse(features) of features (T, F)."""
+        return fuse(features)
+
+    def new_cache(self) -> Any:
+        """Return an empty cache for one run, or None for that of the modules."""
+
+    def prepare(self, first: int, last: int) -> None:
+        """Do what entries between these positions would do when they are first added, if that takes long."""
+        return
+
+
+def is_plain_call(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward pass is called as by a session: engines leave all other calls to transformers."""
+    given = {name for name, value in arguments.items() if value is not None}
+    return (
+        given <= SESSION_ARGUMENTS
+        and arguments.get("return_dict") is not False
+        and isinstance(arguments.get("logits_to_keep", 0), int)  # not chosen positions
+        and not torch.is_grad_enabled()
+    )
 
 
 def engine_forward(model: Any) -> EngineForward | None:

@@ -6,7 +6,7 @@ return.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,13 +41,8 @@ class FeatureReader:
         """Keep the input of the final norm while the model runs in this block."""
         self._unnormed = None
         # Passes that transformers computes run the norm, and those of an engine return its input themselves.
-        hook = None if self._norm is None else self._norm.register_forward_pre_hook(self._keep)
-        try:
-            with only_states(self._read):
-                yield
-        finally:
-            if hook is not None:
-                hook.remove()
+        with only_states(self._read), self._norm.register_forward_pre_hook(self._keep) if self._norm else nullcontext():
+            yield
 
     def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._unnormed = inputs[0]

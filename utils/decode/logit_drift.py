@@ -32,6 +32,11 @@ def max_rounding(logits: Tensor) -> float:
     return min(MAX_ULPS * torch.finfo(logits.dtype).eps, MAX_RELATIVE) * scale
 
 
+def largest_difference(logits: Tensor, others: Tensor) -> float:
+    """The largest difference of logits (k, V) that were computed in two ways."""
+    return LogitDrift.of([logits, others]).difference
+
+
 @dataclass(frozen=True, slots=True)
 class LogitDrift:
     """Logits of the same positions computed in several ways: the largest difference, and how many argmaxes flipped."""

@@ -29,6 +29,12 @@ def vocabulary_size(model: Any) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
+def sample_ids(count: int, vocabulary: int) -> list[int]:
+    """Token ids that are spread over the vocabulary."""
+    # 7919 is a prime: unless the vocabulary is a multiple of it, no id repeats before all have occurred.
+    return [(7919 * (index + 1)) % vocabulary for index in range(count)]
+
+
 def context_length(model: Any) -> int | None:
     """The maximum number of positions, or None if the model has no such bound (relative positions, recurrence)."""
     config = model.config.get_text_config(decoder=True)

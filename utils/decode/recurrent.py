@@ -12,10 +12,9 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
 from utils.decode.kv_cache import GrowingLayer, new_cache
-from utils.decode.logit_drift import MAX_RELATIVE, LogitDrift, logits_by_width, max_rounding
+from utils.decode.logit_drift import MAX_RELATIVE, largest_difference, logits_by_width, max_rounding
+from utils.decode.model_info import sample_ids
 from utils.decode.session import ForkableSession
 from utils.errors import UserError
 
@@ -59,7 +58,7 @@ def check_cache_support(model: Any, new_session: Callable[[], ForkableSession], 
 def _probe(new_session: Callable[[], ForkableSession]) -> CacheSupport:
     session = new_session()
     count = min(PROBED, session.context_length or PROBED)
-    tokens = [(31 * position + 7) % session.vocab_size for position in range(count)]  # arbitrary, fixed
+    tokens = sample_ids(count, session.vocab_size)
     try:
         # Rows after PREFIX: in one pass from an empty state, then from a stored state with 1, 2 and 3 rows per pass.
         at_once = new_session().feed(tokens, keep=len(tokens) - PREFIX)
@@ -68,14 +67,10 @@ def _probe(new_session: Callable[[], ForkableSession]) -> CacheSupport:
     except (AttributeError, LookupError, TypeError, ValueError):  # a cache of an unknown type, or none
         return CacheSupport.NOTHING
     # Kernels for single and for several steps may differ by more than rounding and still compute the same model.
-    if _difference(steps, at_once) > MAX_RELATIVE * float(at_once.amax(dim=-1).abs().max()):
+    if largest_difference(steps, at_once) > MAX_RELATIVE * float(at_once.amax(dim=-1).abs().max()):
         return CacheSupport.NOTHING
-    exact = all(_difference(steps, logits) <= max_rounding(steps) for logits in wider)
+    exact = all(largest_difference(steps, logits) <= max_rounding(steps) for logits in wider)
     return CacheSupport.VERIFY if exact else CacheSupport.STEPS
-
-
-def _difference(logits: Tensor, others: Tensor) -> float:
-    return LogitDrift.of([logits, others]).difference
 
 
 class StateCheckpoint:

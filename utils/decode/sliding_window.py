@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 
 from utils.decode.engine_forward import engine_forward
 from utils.decode.kv_cache import new_cache
-from utils.decode.logit_drift import LogitDrift
+from utils.decode.logit_drift import largest_difference
+from utils.decode.model_info import sample_ids
 from utils.decode.session import Session
 
 # During the comparison the window is narrowed to 3 tokens. A text longer than 4,096 tokens would take minutes.
@@ -77,7 +78,7 @@ def check_sliding_window(model: Any, new_session: Callable[[bool], Session]) -> 
 
 def _logits(session: Session, passes: tuple[int, ...]) -> Tensor:
     """Logits (LENGTH - WINDOW, V) of the positions that do not see the first token, by passes of these widths."""
-    ids = [(31 * position + 7) % session.vocab_size for position in range(LENGTH)]  # arbitrary, fixed
+    ids = sample_ids(LENGTH, session.vocab_size)
     # The decoder of an encoder-decoder model begins with a token of its own.
     context, fed, rows = [*session.begin(ids[:1]), *ids[1:]], 0, []
     for count in passes:
@@ -92,7 +93,7 @@ def _difference(session: Session, expected: Tensor) -> float:
         logits = _logits(session, PASSES)
     except Exception:  # anything that a model's own code raises if keys are missing
         return inf
-    return inf if logits.isnan().any() else LogitDrift.of([logits, expected]).difference
+    return inf if logits.isnan().any() else largest_difference(logits, expected)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from utils.bounds import MAX_GAMMA
-from utils.decode.engine_forward import MAX_WIDTH
+from utils.decode.engine_forward import MAX_WIDTH, CompiledEntries
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
@@ -39,7 +39,7 @@ from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, DraftSpec, Joine
 from utils.engine.read_decoder import STATIC_ROPES, rotary_table
 from utils.errors import UserError
 from utils.logits_processor import one_thread
-from utils.models.feature_drafter import BlockDrafter, CompiledEntries, Conventions, StepwiseDrafter
+from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
 
 # Names in other layouts, and those of speculators.
 RENAMED = {"midlayer.": "layers.0."} | {

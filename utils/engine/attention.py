@@ -64,11 +64,8 @@ def row_invariant_attention(
 def _causal_mask(query: Tensor, key: Tensor, sliding_window: int | None) -> Tensor:
     """Which keys each query of a prefill may attend to: (1, 1, Q, K)."""
     count, keys = query.shape[2], key.shape[2]
-    own, every = torch.arange(keys - count, keys, device=key.device)[:, None], torch.arange(keys, device=key.device)
-    allowed = every <= own
-    if sliding_window is not None:
-        allowed &= every > own - sliding_window
-    return allowed[None, None]
+    allowed = torch.ones(1, 1, count, keys, dtype=torch.bool, device=key.device).tril(keys - count)
+    return allowed if sliding_window is None else allowed.triu(keys - count - sliding_window + 1)
 
 
 def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

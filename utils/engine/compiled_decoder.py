@@ -2,19 +2,37 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from utils.decode.kv_cache import GrowingLayer
 from utils.engine import compiled_layers as layers
 from utils.engine.compiled_layers import attention_function, row_function
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.machine_code import WORKERS, floats, job_list, words
-from utils.engine.module_swap import EngineLinear
 
-Product = CompiledKernel | JoinedKernels
+Product = Sequence[CompiledKernel]  # with the same input, whose outputs lie side by side
+TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
+
+
+class RotaryTables:
+    """cos and sin of every position so far, for each rotary table of a decoder."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._tables = floats(len(spec.ropes), 2, 0, spec.rotary_dim)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """cos and sin of the positions from `first` up to `end`: (tables, 2, T, rotary_dim)."""
+        if (length := self._tables.shape[2]) < end:
+            length = max(2 * length, -(-end // TABLE_STEP) * TABLE_STEP)
+            self._tables = floats(len(self._spec.ropes), 2, length, self._spec.rotary_dim)
+            for own, rope in zip(self._tables, self._spec.ropes, strict=True):
+                own[0], own[1] = rope(torch.arange(length))
+        return self._tables[:, :, first:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +73,10 @@ class Buffers:
         self.attended = floats(rows, spec.heads * spec.head_dim)
         self.change = widest(_width(part) for layer in products for part in (layer.output, layer.down))
         self.gates = widest(_width(layer.gate_up) for layer in products)
-        self.mixed = widest(layer.down.inputs for layer in products)
+        self.mixed = widest(layer.down[0].inputs for layer in products)
         self.tables = floats(len(spec.ropes), 2, rows, spec.rotary_dim)
         every = [*others, *(part for own in products for part in (own.qkv, own.output, own.gate_up, own.down))]
-        self.scratch = floats(max((kernel.scratch_size(rows) for part in every for kernel in _parts(part)), default=0))
+        self.scratch = floats(max((kernel.scratch_size(rows) for part in every for kernel in part), default=0))
 
 
 class DecoderProgram:
@@ -79,19 +97,23 @@ class DecoderProgram:
         self.normed, self.qkv, self.attended = buffers.normed[:rows], buffers.qkv[:rows], buffers.attended[:rows]
         self._hidden, self._change = buffers.hidden[:rows], buffers.change[:rows]
         self._gates, self._mixed, self._scratch = buffers.gates[:rows], buffers.mixed[:rows], buffers.scratch
-        self.tables = buffers.tables[:, :, :rows]
+        self._tables = buffers.tables[:, :, :rows].unflatten(2, (batch, count))
         self._jobs: list[tuple[int, Any, int]] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
         self._last_attention = 0  # its first job
         self._add_jobs()
         self._list, _ = job_list(self._jobs)
 
-    def bind(self, layer: int, keys: Tensor, values: Tensor, past: int) -> None:
-        """Let a layer use a cache (batch, groups, capacity, D) with room for the new rows after `past` positions."""
-        start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
-        for store, attend in self._caches[layer]:
-            store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
-            start, other = start + step, other + step
+    def follow(self, past: int, rotary: RotaryTables, caches: Sequence[GrowingLayer]) -> None:
+        """Let the rows follow `past` positions, which the layers have in these caches."""
+        self._tables.copy_(rotary.rows(past, past + self._count).unsqueeze(2))
+        heads = self._batch, self._spec.kv_heads, self._count, self._spec.head_dim
+        for own, cache in zip(self._caches, caches, strict=False):  # a cut of the first layers may have a whole cache
+            keys, values = cache.extended(heads)  # (batch, groups, capacity, D)
+            start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
+            for store, attend in own:
+                store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
+                start, other = start + step, other + step
 
     def run(self, *, fills: bool = False) -> None:
         """Compute all layers. fills: only what the caches need, without the attention of the last layer."""
@@ -115,33 +137,33 @@ class DecoderProgram:
         for norm, first, heads in ((layer.query_norm, 0, spec.heads), (layer.key_norm, spec.heads, spec.kv_heads)):
             self._head_norm(norm, first, heads)
         if layer.rope is not None and spec.rotary_dim:
-            cos, sin = self.tables[layer.rope]
+            cos, sin = self._tables[layer.rope]
             self._add(
                 "rotate", layers.ROTATE, rows, x=self.qkv, x_stride=self.qkv.shape[1], heads=spec.heads + spec.kv_heads,
                 size=spec.head_dim, half=spec.rotary_dim // 2, cos=cos, sin=sin,
             )  # fmt: skip
         self._add_attention(layer)
         self._product(own.output, self.attended, self._change)
-        change, stride = self._output_norm(layer.attention_output_norm)
-        name = "add_in_place" if after is x or after.data_ptr() == x.data_ptr() else "add"
-        self._add_change(name, x, after, change=change, stride=stride, scale=layer.residual_scale)
+        self._add_change(layer.attention_output_norm, x, after, scale=layer.residual_scale)
         self._product(own.gate_up, self._norm(layer.mlp_norm, after, self._hidden), self._gates)
-        gates, size = self._gates, own.down.inputs
+        gates, size = self._gates, own.down[0].inputs
         name = f"gate_{layer.activation}"
         self._add(name, layers.GATE, rows, x=gates, x_stride=gates.shape[1], out=self._mixed, size=size)
         self._product(own.down, self._mixed, self._change)
-        change, stride = self._output_norm(layer.mlp_output_norm)
-        self._add_change("add_in_place", after, after, change=change, stride=stride, scale=layer.residual_scale)
+        self._add_change(layer.mlp_output_norm, after, after, scale=layer.residual_scale)
 
-    def _add_change(self, name: str, x: Tensor, out: Tensor, *, change: Tensor, stride: int, scale: float) -> None:
-        size = self._spec.hidden_size
+    def _add_change(self, norm: Norm | None, x: Tensor, out: Tensor, *, scale: float) -> None:
+        """out = x + scale * norm(change)."""
+        change, size = self._norm(norm, self._change, self._hidden), self._spec.hidden_size
+        name = "add_in_place" if out.data_ptr() == x.data_ptr() else "add"
         self._add(
-            name, layers.ADD, len(x), x=x, out=out, change=change, change_stride=stride, size=size, scale=scale
+            name, layers.ADD, len(x), x=x, out=out, change=change, change_stride=change.stride(0), size=size,
+            scale=scale,
         )  # fmt: skip
 
     def _product(self, product: Product, x: Tensor, out: Tensor) -> None:
         column = 0
-        for kernel in _parts(product):
+        for kernel in product:
             self._jobs += kernel.jobs(x, out[:, column:], len(x), stride=out.stride(0), scratch=self._scratch)
             column += kernel.outputs
 
@@ -154,12 +176,6 @@ class DecoderProgram:
             out_stride=out.stride(0), size=self._spec.hidden_size, eps=norm.eps,
         )  # fmt: skip
         return out
-
-    def _output_norm(self, norm: Norm | None) -> tuple[Tensor, int]:
-        """What is added to x, and its stride."""
-        if norm is None:
-            return self._change, self._change.stride(0)
-        return self._norm(norm, self._change, self._hidden), self._spec.hidden_size
 
     def _head_norm(self, norm: Norm | None, first: int, heads: int) -> None:
         if norm is None:
@@ -196,35 +212,25 @@ class DecoderProgram:
         self._caches.append(caches)
 
 
-def products_of(model: nn.Module, spec: DecoderSpec) -> tuple[list[LayerProducts], Product]:
-    """The products of each layer and of the output head of a model whose linear layers are compiled kernels."""
-    head = model.get_output_embeddings()  # type: ignore[operator]  # of a PreTrainedModel
-    return [layer_products(model, layer) for layer in spec.layers], head.fused.kernel
-
-
-def layer_products(model: nn.Module, layer: LayerSpec) -> LayerProducts:
-    """The products of one layer of such a model."""
-    return LayerProducts(
-        product_of(model, layer.query, layer.key, layer.value),
-        product_of(model, layer.output),
-        product_of(model, layer.gate, layer.up),
-        product_of(model, layer.down),
-    )
+def products_of(model: nn.Module, spec: DecoderSpec) -> list[LayerProducts]:
+    """The products of each layer of a model whose linear layers are compiled kernels."""
+    return [
+        LayerProducts(
+            product_of(model, layer.query, layer.key, layer.value),
+            product_of(model, layer.output),
+            product_of(model, layer.gate, layer.up),
+            product_of(model, layer.down),
+        )
+        for layer in spec.layers
+    ]
 
 
 def product_of(model: nn.Module, *linears: Linear) -> Product:
-    """One product for layers that read the same input. Fused parameters and fused kernels are one product already."""
-    modules = dict.fromkeys(model.get_submodule(linear.name.partition("[")[0]) for linear in linears)
-    kernels = [*dict.fromkeys(cast(EngineLinear, module).fused.kernel for module in modules)]
-    return cast(Product, kernels[0]) if len(kernels) == 1 else JoinedKernels(cast(list[CompiledKernel], kernels))
-
-
-def _parts(product: Product) -> list[CompiledKernel]:
-    return product.kernels if isinstance(product, JoinedKernels) else [product]
+    """One product for layers that read the same input. Fused parameters and fused kernels are one kernel already."""
+    modules: Any = [model.get_submodule(linear.name.partition("[")[0]) for linear in linears]
+    return [*dict.fromkeys(module.fused.kernel for module in modules)]
 
 
 def _width(product: Product) -> int:
     """Columns that a product writes, those of its last block included."""
-    if isinstance(product, CompiledKernel):
-        return product.width
-    return sum(kernel.outputs for kernel in product.kernels[:-1]) + product.kernels[-1].width
+    return sum(kernel.outputs for kernel in product[:-1]) + product[-1].width

@@ -4,18 +4,15 @@ positions, and one more each draft.
 The modules of such a drafter spend more time in Python than in their products.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from utils.decode.engine_forward import MAX_WIDTH
-from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, layer_products, product_of
-from utils.engine.compiled_products import CompiledKernel
+from utils.decode.engine_forward import MAX_WIDTH, CompiledEntries
+from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, RotaryTables, product_of, products_of
 from utils.engine.decoder_spec import DecoderSpec, DraftSpec, JoinedInput
-from utils.engine.lean_decoder import RotaryTables
 from utils.engine.machine_code import WORKERS, floats
 
 
@@ -26,7 +23,7 @@ class DraftProgram(DecoderProgram):
         size = spec.decoder.hidden_size
         self._draft, self._products = spec, products
         self.tokens, self._joined = floats(count, size), floats(count, 2 * size)
-        self.logits = floats(1, products.head.width)
+        self.logits = floats(1, products.head[0].width)
         super().__init__(spec.decoder, products.layers, buffers, batch=1, count=count, keeps=False)
 
     def _add_jobs(self) -> None:
@@ -38,9 +35,7 @@ class DraftProgram(DecoderProgram):
                 self._add_layer(layer, own, self._norm(layer.input_norm, given, self._hidden), x=residual, after=x)
             else:
                 self._product(mixture, given, self._change)
-                change, stride = self._change, self._change.stride(0)
-                name = "add_in_place" if residual is x else "add"
-                self._add_change(name, residual, x, change=change, stride=stride, scale=1.0)
+                self._add_change(None, residual, x, scale=1.0)
         last = x[-1:]
         if self._draft.norm_before_head:
             last = self._norm(self._spec.final_norm, last, self.normed[-1:])
@@ -59,55 +54,37 @@ class DrafterProducts:
 
     def __init__(self, model: nn.Module, spec: DraftSpec) -> None:
         self.mixtures = [None if mixture is None else product_of(model, mixture) for mixture in spec.mixtures]
-        self.layers = [layer_products(model, layer) for layer in spec.decoder.layers]
-        self.head = cast(CompiledKernel, product_of(model, spec.decoder.head))
+        self.layers = products_of(model, spec.decoder)
+        self.head = product_of(model, spec.decoder.head)
 
     def besides_layers(self) -> list[Product]:
         """Those that are no part of an attending layer."""
         return [self.head, *(mixture for mixture in self.mixtures if mixture is not None)]
 
 
-class CompiledDrafter:
+class CompiledDrafter(CompiledEntries):
     """Adds entries to a drafter that describes itself by `draft_spec`, as its present conventions have it."""
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
         spec: DecoderSpec = model.draft_spec().decoder
         self._products = products = DrafterProducts(model, model.draft_spec())
-        self._heads, self._rotary = (spec.kv_heads, spec.head_dim), RotaryTables(spec)
+        self._rotary = RotaryTables(spec)
         with torch.inference_mode(False):  # passes in other modes write them as well
             others = products.besides_layers()
             self._buffers = Buffers(spec, products.layers, MAX_WIDTH, keeps=False, others=others)
         self._programs: dict[tuple[int, Any], DraftProgram] = {}
 
     def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
-        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
-        these, at most MAX_WIDTH. Returns the last state (1, H) and its logits (1, V').
-        """
+        """Add at most MAX_WIDTH entries."""
         count = len(tokens)
         with WORKERS.lock:  # programs share buffers
             program = self._program(count)
             program.states[0].copy_(states)
             program.tokens.copy_(embedding(tokens, self._model.embed_tokens.weight))
-            for table, parts in zip(program.tables, self._rotary.rows(slice(first, first + count), 1), strict=True):
-                for own, part in zip(table, parts, strict=True):
-                    own.copy_(part)
-            groups, size = self._heads
-            for index, layer in enumerate(cache.layers):
-                keys, values = layer.extended((1, groups, count, size))
-                program.bind(index, keys, values, first)
+            program.follow(first, self._rotary, cache.layers)
             program.run()
-            return program.states[-1][-1:].clone(), program.logits[:, : self._products.head.outputs].clone()
-
-    def new_cache(self) -> None:
-        """The cache is that of the modules."""
-
-    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """fuse(features), by the modules."""
-        return fuse(features)
-
-    def prepare(self, first: int, last: int) -> None:
-        """Nothing: programs depend on no position, and take milliseconds to build."""
+            return program.states[-1][-1:].clone(), program.logits[:, : self._products.head[0].outputs].clone()
 
     def _program(self, count: int) -> DraftProgram:
         key = count, self._model.conventions

@@ -10,7 +10,7 @@ from functools import cache
 
 from llvmlite import ir
 
-from utils.engine.machine_code import FLOAT, INT, POINTER, REASSOCIATED, Code, compiled, new_function, read_words
+from utils.engine.machine_code import FLOAT, INT, POINTER, REASSOCIATED, Code, compiled, inner_function, item_function
 
 KEYS_AT_ONCE = 32  # of a block, so that its keys and values stay in the first cache
 QUERIES_AT_ONCE = 32  # of a part, at most
@@ -53,28 +53,16 @@ def _store(code: Code, value: ir.Value, pointer: ir.Value, index: ir.Value) -> N
     code.store(value, code.at(pointer, index), align=4)
 
 
-def _inlined(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[Code, list[ir.Value]]:
-    """A function whose pointers do not overlap, so that LLVM uses vectors."""
-    code, arguments = new_function(module, name, kinds)
-    code.function.linkage = "internal"
-    for argument in arguments:
-        if argument.type == POINTER:
-            argument.add_attribute("noalias")
-    return code, arguments
-
-
 def _add_norm(module: ir.Module) -> None:
     """norm(arguments, row): out = x / sqrt(mean(x^2) + eps) * weight. head_norm does it in place for each head."""
-    inner, (x, weight, out, size, eps) = _inlined(module, "norm_of", [POINTER, POINTER, POINTER, INT, FLOAT])
+    inner, (x, weight, out, size, eps) = inner_function(module, "norm_of", [*[POINTER] * 3, INT, FLOAT])
     _write_norm(inner, x, weight, out=out, size=size, eps=eps)
     inner.ret_void()
-    code, (pointer, row) = new_function(module, "norm", [POINTER, INT])
-    own = read_words(code, pointer, NORM)
+    code, own, row = item_function(module, "norm", NORM)
     x, out = (code.at(own[name], code.mul(row, own[f"{name}_stride"])) for name in ("x", "out"))
     code.call(inner.function, [x, own["weight"], out, own["size"], own["eps"]])
     code.ret_void()
-    code, (pointer, row) = new_function(module, "head_norm", [POINTER, INT])
-    own = read_words(code, pointer, HEAD_NORM)
+    code, own, row = item_function(module, "head_norm", HEAD_NORM)
     start = code.at(own["x"], code.mul(row, own["x_stride"]))
 
     def one(head: ir.Value) -> None:
@@ -103,7 +91,7 @@ def _write_norm(code: Code, x: ir.Value, weight: ir.Value, *, out: ir.Value, siz
 def _add_add(module: ir.Module) -> None:
     """add(arguments, row): out = x + scale * change. add_in_place: the same for out = x."""
     for name in ("add", "add_in_place"):
-        inner, (x, change, out, size, scale) = _inlined(module, f"{name}_row", [POINTER, POINTER, POINTER, INT, FLOAT])
+        inner, (x, change, out, size, scale) = inner_function(module, f"{name}_row", [*[POINTER] * 3, INT, FLOAT])
         target = out if name == "add" else x
 
         def add(index: ir.Value) -> None:
@@ -112,8 +100,7 @@ def _add_add(module: ir.Module) -> None:
 
         inner.for_each(size, add)
         inner.ret_void()
-        code, (pointer, row) = new_function(module, name, [POINTER, INT])
-        own = read_words(code, pointer, ADD)
+        code, own, row = item_function(module, name, ADD)
         place = code.mul(row, own["size"])
         change = code.at(own["change"], code.mul(row, own["change_stride"]))
         rows = [code.at(own["x"], place), change, code.at(own["out"], place)]
@@ -123,11 +110,10 @@ def _add_add(module: ir.Module) -> None:
 
 def _add_store(module: ir.Module) -> None:
     """store(arguments, row): copy the keys and values of a row into the cache."""
-    inner, (source, target, size) = _inlined(module, "copy", [POINTER, POINTER, INT])
+    inner, (source, target, size) = inner_function(module, "copy", [POINTER, POINTER, INT])
     inner.for_each(size, lambda index: _store(inner, _load(inner, source, index), target, index))
     inner.ret_void()
-    code, (pointer, row) = new_function(module, "store", [POINTER, INT])
-    own = read_words(code, pointer, STORE)
+    code, own, row = item_function(module, "store", STORE)
     keys = code.at(own["x"], code.add(code.mul(row, own["x_stride"]), own["first"]))
     values = code.at(keys, code.mul(own["groups"], own["size"]))
     position = code.mul(code.add(own["past"], row), own["size"])
@@ -143,7 +129,7 @@ def _add_store(module: ir.Module) -> None:
 
 def _add_rotate(module: ir.Module) -> None:
     """rotate(arguments, row): the first values of each head, in halves: y = x * cos + concat(-x2, x1) * sin."""
-    inner, (low, high, cos, sin, half) = _inlined(module, "rotate_head", [POINTER, POINTER, POINTER, POINTER, INT])
+    inner, (low, high, cos, sin, half) = inner_function(module, "rotate_head", [*[POINTER] * 4, INT])
 
     def rotate(index: ir.Value) -> None:
         first, second, other = _load(inner, low, index), _load(inner, high, index), inner.add(index, half)
@@ -154,8 +140,7 @@ def _add_rotate(module: ir.Module) -> None:
 
     inner.for_each(half, rotate)
     inner.ret_void()
-    code, (pointer, row) = new_function(module, "rotate", [POINTER, INT])
-    own = read_words(code, pointer, ROTATE)
+    code, own, row = item_function(module, "rotate", ROTATE)
     start, place = code.at(own["x"], code.mul(row, own["x_stride"])), code.mul(row, code.mul(own["half"], INT(2)))
     tables = [code.at(own[name], place) for name in ("cos", "sin")]
 
@@ -201,7 +186,7 @@ GATES: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
 
 def _add_gate(module: ir.Module, name: str) -> None:
     """gate_NAME(arguments, row): out = activation(gate) * up. x: gate and up of each row."""
-    inner, (gate, up, out, size) = _inlined(module, f"gated_{name}", [POINTER, POINTER, POINTER, INT])
+    inner, (gate, up, out, size) = inner_function(module, f"gated_{name}", [*[POINTER] * 3, INT])
 
     def multiply(index: ir.Value) -> None:
         active = GATES[name](inner, _load(inner, gate, index))
@@ -209,8 +194,7 @@ def _add_gate(module: ir.Module, name: str) -> None:
 
     inner.for_each(size, multiply)
     inner.ret_void()
-    code, (pointer, row) = new_function(module, f"gate_{name}", [POINTER, INT])
-    own = read_words(code, pointer, GATE)
+    code, own, row = item_function(module, f"gate_{name}", GATE)
     gate, out = code.at(own["x"], code.mul(row, own["x_stride"])), code.at(own["out"], code.mul(row, own["size"]))
     code.call(inner.function, [gate, code.at(gate, own["size"]), out, own["size"]])
     code.ret_void()
@@ -262,17 +246,16 @@ class _Attention:
     def __init__(self, module: ir.Module, size: int) -> None:
         # The first query of a part asks memory for what the others read as well.
         self._updates = [_Update(module, size, streams=streams).write() for streams in (True, False)]
-        self._code, (pointer, item) = new_function(module, "attend", [POINTER, INT])
+        self._code, self._own, item = item_function(module, "attend", ATTENTION)
         self._size, code = size, self._code
         self._totals, self._scores = code.alloca(FLOAT, 2 * QUERIES_AT_ONCE), code.alloca(FLOAT, KEYS_AT_ONCE)
-        self._own = own = read_words(code, pointer, ATTENTION)
-        self._group, part = code.udiv(item, own["parts"]), code.urem(item, own["parts"])
-        self._first = code.udiv(code.mul(part, own["queries"]), own["parts"])
-        end = code.udiv(code.mul(code.add(part, INT(1)), own["queries"]), own["parts"])
+        parts, queries = self._own["parts"], self._own["queries"]
+        self._group, part = code.udiv(item, parts), code.urem(item, parts)
+        self._first = code.udiv(code.mul(part, queries), parts)
+        end = code.udiv(code.mul(code.add(part, INT(1)), queries), parts)
         self._count = code.sub(end, self._first)
 
     def write(self) -> None:
-        """Write all instructions."""
         code, count, block = self._code, self._count, INT(KEYS_AT_ONCE)
         code.for_each(count, self._begin)
         first = code.udiv(self._positions(INT(0))[0], block)
@@ -353,13 +336,12 @@ class _Update:
     def __init__(self, module: ir.Module, size: int, *, streams: bool) -> None:
         """streams: ask memory for the values while scores are computed, and for the next keys afterwards."""
         kinds = [POINTER, POINTER, POINTER, INT, FLOAT, POINTER, POINTER, POINTER]
-        self._code, arguments = _inlined(module, "update_first" if streams else "update", kinds)
+        self._code, arguments = inner_function(module, "update_first" if streams else "update", kinds)
         self._query, self._keys, self._values, self._count, self._scaling, *rest = arguments
         self._totals, self._sums, self._scores = rest
         self._size, self._streams = size, streams
 
     def write(self) -> ir.Function:
-        """Write all instructions."""
         code, totals, chunks = self._code, self._totals, _chunks(self._size)
         before = _load(code, totals, INT(0))
         highest = self._write_scores(before)

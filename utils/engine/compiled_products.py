@@ -26,11 +26,11 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    cpu_features,
     floats,
-    has_feature,
+    inner_function,
+    item_function,
     job_list,
-    new_function,
-    read_words,
     words,
 )
 from utils.engine.weight_blocks import BlockWeight
@@ -146,12 +146,7 @@ class _Tile:
     def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int, *, streams: bool = True) -> None:
         # One or two rows keep memory busy without asking early, but not on processors with AVX-512.
         self._streams = streams and (rows > 2 or _has_many_registers())
-        self._code, arguments = new_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
-        self.function = self._code.function
-        self.function.linkage = "internal"
-        for argument in arguments:
-            if argument.type == POINTER:
-                argument.add_attribute("noalias")
+        self._code, arguments = inner_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
@@ -162,7 +157,6 @@ class _Tile:
         self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
     def write(self) -> ir.Function:
-        """Write all instructions."""
         code, groups = self._code, self._given["groups"]
         totals = code.repeat(groups, self._zeros, self._add_group) if self._form.group else self._group_sums(INT(0))
         for place, total in enumerate(totals):
@@ -170,7 +164,7 @@ class _Tile:
             total = code.fadd(total, _vector(code, own["bias"], FLOAT)) if self._form.has_bias else total
             code.store(total, code.at(own["out"], code.mul(self._given["out_stride"], INT(row))), align=4)
         code.ret_void()
-        return self.function
+        return code.function
 
     def _add_group(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         """Add the sums of a group times its scale, and the sum of its inputs times its shift."""
@@ -240,8 +234,7 @@ def _add_block_function(module: ir.Module, form: PackedForm) -> None:
         blocks: {rows: _Tile(module, form, rows, blocks).write() for rows in range(1, most + 1)}
         for blocks, most in _tile_shapes(form.kind).items()
     }
-    code, (pointer, item) = new_function(module, "block", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, item = item_function(module, "block", _ARGUMENTS)
     first, count = _blocks_of(code, given, item)
     after = code.append_basic_block()
     for at_once, tiles in shapes.items():
@@ -303,8 +296,7 @@ def _wide_function(form: PackedForm) -> int:
     module, most_rows = ir.Module("wide"), _most_rows()
     plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
     tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, most_rows + 1)}
-    code, (pointer, item) = new_function(module, "wide", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, item = item_function(module, "wide", _ARGUMENTS)
     memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
     first, count = _blocks_of(code, given, item)
 
@@ -344,8 +336,7 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits."""
-    code, (pointer, row) = new_function(module, "prepare", [POINTER, INT])
-    given = read_words(code, pointer, _ARGUMENTS)
+    code, given, row = item_function(module, "prepare", _ARGUMENTS)
     inputs = code.mul(row, INT(form.inputs))
     source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
@@ -367,7 +358,7 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
 
 
 def _has_many_registers() -> bool:
-    return has_feature("avx512f")
+    return "avx512f" in cpu_features()
 
 
 def _tile_shapes(kind: str) -> dict[int, int]:
@@ -402,63 +393,22 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     return address("block"), address("prepare") if form.is_prepared else 0
 
 
-_PACK = {"source": POINTER, "stride": INT, "inputs": INT, "out": POINTER}
-
-
-@cache
-def _pack_function(itemsize: int, *, in_words: bool = False) -> int:
-    """The address of pack(arguments, block): put rows of values of so many bytes side by side, in lanes.
-
-    in_words: IN_WORD values of 4 bits become a word.
-    """
-    kind, module = ir.IntType(8 * itemsize), ir.Module("pack")
-    packed, at_once = (ir.IntType(32), IN_WORD) if in_words else (kind, 1)
-    inner, (source, out, stride, inputs) = new_function(module, "pack_block", [POINTER, POINTER, INT, INT])
-    inner.function.linkage = "internal"
-    for pointer in (source, out):
-        pointer.add_attribute("noalias")
-
-    def load(place: ir.Value) -> ir.Value:
-        return inner.load(inner.at(source, place, kind), typ=kind, align=itemsize)
-
-    def pack(index: ir.Value) -> None:
-        for lane in range(LANES):
-            place = inner.add(inner.mul(stride, INT(lane)), index)
-            value, position = load(place), inner.mul(inner.udiv(index, INT(at_once)), INT(LANES))
-            if in_words:
-                value = inner.zext(value, packed)
-                for other in range(1, IN_WORD):
-                    more = inner.zext(load(inner.add(place, INT(other))), packed)
-                    value = inner.or_(value, inner.shl(more, packed(4 * other)))
-            inner.store(value, inner.at(out, inner.add(position, INT(lane)), packed), align=itemsize)
-
-    inner.for_each(inputs, pack, step=at_once)
-    inner.ret_void()
-    code, (pointer, block) = new_function(module, "pack", [POINTER, INT])
-    own = read_words(code, pointer, _PACK)
-    source = code.at(own["source"], code.mul(code.mul(block, INT(LANES)), own["stride"]), kind)
-    size = code.udiv(own["inputs"], INT(at_once))
-    out = code.at(own["out"], code.mul(code.mul(block, INT(LANES)), size), packed)
-    code.call(inner.function, [source, out, own["stride"], own["inputs"]])
-    code.ret_void()
-    return compiled(module)("pack")
-
-
-def _in_lanes(parts: Sequence[Tensor], *, in_words: bool = False) -> Tensor:
+def _in_lanes(parts: Sequence[Tensor]) -> Tensor:
     """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
     if any(len(part) % LANES for part in parts):
-        whole = torch.cat([*parts]) if len(parts) > 1 else parts[0]
+        whole = torch.cat([*parts])
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
-    inputs, blocks = parts[0].shape[1], sum(map(len, parts)) // LANES
-    shape, dtype = (blocks, inputs // IN_WORD if in_words else inputs, LANES), parts[0].dtype
-    out = torch.empty(shape, dtype=torch.int32 if in_words else dtype)
-    function, start = _pack_function(dtype.itemsize, in_words=in_words), 0
-    for part in parts:
-        rows, end = part if part.stride(1) == 1 else part.contiguous(), start + len(part) // LANES
-        arguments = words(_PACK, source=rows, stride=rows.stride(0), inputs=inputs, out=out[start:end])
-        WORKERS.run(*job_list([(function, arguments, end - start)]))
-        start = end
+    blocks = [len(part) // LANES for part in parts]
+    out = torch.empty(sum(blocks), parts[0].shape[1], LANES, dtype=parts[0].dtype)
+    for own, part in zip(out.split(blocks), parts, strict=True):
+        own.copy_(part.unflatten(0, (-1, LANES)).transpose(1, 2))
     return out
+
+
+def _in_words(values: Tensor) -> Tensor:
+    """Values of 4 bits (N, K) as words (N, K / IN_WORD) of adjacent inputs, the first one in the lowest bits."""
+    pairs = values.contiguous().view(torch.int16)
+    return pairs.bitwise_or(pairs >> 4).to(torch.uint8).view(torch.int32)
 
 
 class CompiledKernel:
@@ -466,8 +416,8 @@ class CompiledKernel:
     float32.
     """
 
-    def __init__(self, weights: Sequence[Tensor] | Sequence[BlockWeight], bias: Tensor | None) -> None:
-        self.outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
+        self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self._scales = self._shifts = None
         self._bits = offset = 0
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
@@ -484,11 +434,11 @@ class CompiledKernel:
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
-        self.form = PackedForm(kind, inputs, group, scales, offset, self._shifts is not None, bias is not None)
-        self._values = _in_lanes(values, in_words=kind == "uint4")
+        self.form = PackedForm(kind, self.inputs, group, scales, offset, self._shifts is not None, bias is not None)
+        self._values = _in_lanes([*map(_in_words, values)] if kind == "uint4" else values)
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
-        self._groups = inputs // group if group else 1
+        self._groups = self.inputs // group if group else 1
         self._block, self._prepare = _functions(self.form)
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
@@ -569,30 +519,8 @@ class CompiledKernel:
         shifts, form = None if self._shifts is None else self._in_rows(self._shifts), self.form
         return BlockWeight(rows, self._in_rows(self._scales), shifts, form.group, self._bits, form.offset).dense()
 
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.form.inputs
-
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]
-
-
-class JoinedKernels:
-    """Weights that read the same input but are stored in different forms, row below row."""
-
-    def __init__(self, kernels: Sequence[CompiledKernel]) -> None:
-        self.kernels, self.inputs = list(kernels), kernels[0].inputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([kernel(x) for kernel in self.kernels], dim=-1)
-
-    def weight(self) -> Tensor:
-        return torch.cat([kernel.weight() for kernel in self.kernels])
-
-    def tensors(self) -> Iterator[Tensor]:
-        for kernel in self.kernels:
-            yield from kernel.tensors()

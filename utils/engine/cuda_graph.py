@@ -5,8 +5,8 @@ needs few kernels; of others the forward pass of transformers is recorded. Long 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
@@ -14,29 +14,25 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import MAX_WIDTH, is_read
+from utils.decode.engine_forward import MAX_WIDTH, EngineForward, is_plain_call, is_read
 from utils.decode.features import final_norm
 from utils.decode.logit_drift import logits_by_width
-from utils.decode.model_info import context_length, is_spread
+from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
 from utils.engine.graph_cache import GraphCache, Slot, SlotPool, recorded_cache
 from utils.engine.graph_decoder import Outputs, SlotDecoder
 from utils.engine.graph_drafter import GraphDrafter
-from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, attention_problem, unreported
 from utils.engine.read_decoder import read_decoder
 from utils.engine.selftest import DIFFERENT_LOGITS
-from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
 WIDTHS = (*range(1, 10), 17)  # recorded numbers of rows; others are padded to the next one
 TESTED = (*range(1, 10), 12)  # by the self-test; the last one is padded
 EAGER = (18, 33, MAX_WIDTH)  # these run without a graph, and must not have other bits either
-# What ModelSession passes. A call with anything else runs eagerly.
-ARGUMENTS = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
 LONGER = (2, 4)  # further buffer lengths of the self-test, in units of SMALLEST; the last one has MANY_KEYS
 WARM_UPS = 2  # before a recording, so that libraries choose kernels and allocate workspaces
 
@@ -68,7 +64,7 @@ class CudaRecorder:
         return SimpleNamespace(outputs=outputs, replay=graph.replay)
 
 
-class GraphForward:
+class GraphForward(EngineForward):
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
     record: a CudaRecorder or its like. Graphs are recorded when they are first needed. own: compute a model that can be
@@ -92,11 +88,9 @@ class GraphForward:
             self._final_norm = final_norm(model)
 
     def new_cache(self) -> GraphCache:
-        """Return an empty cache for a session."""
         return GraphCache(self.pool, self._layers)
 
     def for_cut(self, cut: PreTrainedModel) -> "GraphForward":
-        """Return the same for a model that was cut out of this one."""
         forward = GraphForward(cut, self._record, own=self.decoder is not None)
         self._cuts.add(forward)
         return forward
@@ -130,7 +124,7 @@ class GraphForward:
         # Padding must not reach positions for which the model has no embedding.
         fits = width <= WIDTHS[-1] and (self._limit is None or length + width <= self._limit)
         slot = cache.reserve(width if fits else count)
-        if slot is None or len(ids) > 1 or not _is_plain_call(kwargs):
+        if slot is None or len(ids) > 1 or not is_plain_call(kwargs):
             return None
         hidden, keep = bool(kwargs.get("output_hidden_states")), kwargs.get("logits_to_keep", 0)
         # transformers fills an empty cache even for a short prompt, since a new slot has no buffers to record on.
@@ -179,44 +173,21 @@ class GraphForward:
         if self.decoder is not None:
             return self.decoder.pass_over(slot, ids, hidden=hidden)
         arguments = {"input_ids": ids, "past_key_values": recorded_cache(slot), "use_cache": True, "return_dict": True}
+        norm = None
         if hidden:
-            arguments["output_hidden_states"] = True
+            arguments["output_hidden_states"], norm = True, self._final_norm
 
         def run() -> Outputs:
             positions = slot.position + torch.arange(ids.shape[1], device=ids.device)
             # Only older versions of transformers take `cache_position`, and would compute it on the host.
             given = {"position_ids": positions[None], "cache_position": positions}
             given = {name: value for name, value in given.items() if name in self._parameters}
-            with _inputs(self._final_norm if hidden else None) as unnormed:
+            unnormed: list[Tensor] = []
+            with nullcontext() if norm is None else norm.register_forward_pre_hook(lambda _, x: unnormed.append(x[0])):
                 output = self.original(**arguments, **given)
             return (output.logits, *(output.hidden_states if hidden else ()), *unnormed)
 
         return run
-
-
-@contextmanager
-def _inputs(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Yields a list that receives what the module is called with in this block."""
-    found: list[Tensor] = []
-    hook = None
-    if module is not None:
-        hook = module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    try:
-        yield found
-    finally:
-        if hook is not None:
-            hook.remove()
-
-
-def _is_plain_call(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call asks for nothing but what a graph computes."""
-    return (
-        kwargs.keys() <= ARGUMENTS
-        and kwargs.get("use_cache", True) is True
-        and kwargs.get("return_dict", True) is True
-        and isinstance(kwargs.get("logits_to_keep", 0), int)
-        and not torch.is_grad_enabled()
-    )
 
 
 class CudaGraphEngine(PlainEngine):
@@ -229,57 +200,36 @@ class CudaGraphEngine(PlainEngine):
     has_own_forward = True
     recorder: ClassVar[Any] = CudaRecorder  # replaced by tests
 
-    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        super().__init__(models, helpers, weights)
-        self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
-        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forwards that they had
-
     def unsupported(self) -> str:
-        """Return why the models cannot be computed this way."""
         if not self._format.as_loaded:
             return f"{self._format.format} engine weights are computed on CPUs only"
         if other := next((name for name in self._attention if name not in ("sdpa", "eager")), None):
             return f"it uses {other} attention"
-        return next(filter(None, (_unsupported(model, self.recorder.device_type) for model in self._models)), "")
+        problems = (attention_problem(model, self.recorder.device_type) for model in self._models)
+        return next(filter(None, problems), "")
 
     def install(self, report: Report = unreported) -> str:
         """Replace the forward passes, record them and test them. Returns why that failed."""
-        reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
-        if self.has_own_forward:
-            try:
-                failure = self._recorded(reference, report)
-            except RuntimeError as error:  # an operation that this GPU or this version of PyTorch does not support
-                failure = str(error).partition("\n")[0]
-            if not failure:
-                self._record_drafters(self._helpers)
-                return ""
-            report(f"recording transformers' forward pass, because of {failure}")
-            self.remove()
-            self.has_own_forward = False
-        failure = self._recorded(reference, report)
+        try:
+            failure = self._recorded(report)
+        except RuntimeError as error:  # an operation that this GPU or this version of PyTorch does not support
+            if not self.has_own_forward:
+                raise
+            failure = str(error).partition("\n")[0]
         if not failure:
-            self._record_drafters(self._helpers)
+            self._compute(self._helpers)
         return failure
 
-    def add_helper(self, helper: nn.Module) -> None:
-        super().add_helper(helper)
-        self._record_drafters([helper])
+    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+        record = self.recorder(self._models[0].device)
+        selftest.compile_drafters(helpers, lambda helper: GraphDrafter(helper, record))
 
-    def _record_drafters(self, helpers: Sequence[nn.Module]) -> None:
-        """Record the entries of drafters that can be described, if the pass computes what their modules compute."""
-        for helper in helpers:
-            if getattr(helper, "draft_spec", lambda: None)() is not None:
-                with suppress(RuntimeError):  # as above
-                    compiled = GraphDrafter(helper, self.recorder(self._models[0].device))
-                    if selftest.drafts_like_modules(compiled, helper):
-                        cast(Any, helper).compiled = compiled
-
-    def _recorded(self, reference: Sequence[Tensor], report: Report) -> str:
+    def _recorded(self, report: Report) -> str:
         self.promise = ""
+        reference = [selftest.sample_logits(model, selftest.PREFIX) for model in self._models]
         for model in self._models:
-            forward = GraphForward(model, self.recorder(model.device), own=self.has_own_forward)
-            self._replaced.append((model, vars(model).get("forward")))
-            model.forward = cast(Any, forward)
+            record = self.recorder(model.device)
+            self._replace_forward(model, GraphForward(model, record, own=self.has_own_forward))
         equal = True
         for model, logits in zip(self._models, reference, strict=True):
             report("recording forward passes")
@@ -289,31 +239,6 @@ class CudaGraphEngine(PlainEngine):
             equal = equal and _has_equal_bits(model)
         self.promise = BIT_IDENTICAL if equal else ""
         return ""
-
-    def remove(self) -> None:
-        """Put the original forward passes back."""
-        for model, own in self._replaced:
-            del model.forward
-            if own is not None:  # of a library that had replaced it before, such as accelerate
-                model.forward = own
-        self._replaced = []
-        for helper in self._helpers:
-            vars(helper).pop("compiled", None)
-        super().remove()
-
-
-def _unsupported(model: PreTrainedModel, device_type: str) -> str:
-    """Return why a model cannot be recorded."""
-    if model.device.type != device_type:
-        return f"CUDA graphs need a CUDA device, and it is on {model.device.type}"
-    if is_spread(model):
-        return "its layers are spread over several devices"
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if not layers or layers - {DynamicLayer, DynamicSlidingWindowLayer} or getattr(model, "_is_stateful", False):
-        return "some of its layers are neither full nor sliding attention"
-    return ""
 
 
 def _differs_from_plain(model: PreTrainedModel, reference: Tensor) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -19,9 +18,16 @@ from transformers import PreTrainedModel
 
 from utils.engine import machine, selftest
 from utils.engine.cuda_graph import CudaGraphEngine
-from utils.engine.engine_choice import TYPICAL, Choice, EngineFigures, FasterEngine, choose, faster_baseline
+from utils.engine.engine_choice import (
+    TYPICAL,
+    Choice,
+    EngineFigures,
+    FasterEngine,
+    choose,
+    faster_baseline,
+    joined_problems,
+)
 from utils.engine.forward_timing import (
-    REPEATS,
     ForwardProbe,
     LongerContext,
     more_threads_are_faster,
@@ -29,10 +35,10 @@ from utils.engine.forward_timing import (
     verify_costs,
 )
 from utils.engine.invariant import InvariantEngine
-from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, unreported
+from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
-from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, unread_bytes, weight_format
+from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 
@@ -117,9 +123,7 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            problems = {name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN}
-            shared, each = {*problems.values()}, "; ".join(f"{name}: {text}" for name, text in problems.items())
-            reason = shared.pop() if len(shared) == 1 else each
+            reason = joined_problems({name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN})
             raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
 
     @property
@@ -155,14 +159,14 @@ class Engine:
         self.table = {}
         return self._prepare(name, thread_count, None, "complete")
 
-    def measure(self, probe: ForwardProbe | None = None, *, repeats: int = REPEATS) -> None:
-        """Measure decode steps and verify passes in a short and in a longer context. probe: a new one if None."""
-        probe = probe or ForwardProbe(self._target)
-        self.step_seconds, self.costs = verify_costs(probe, repeats=repeats, report=self.report)
+    def measure(self) -> None:
+        """Measure decode steps and verify passes in a short and in a longer context."""
+        probe = ForwardProbe(self._target)
+        self.step_seconds, self.costs = verify_costs(probe, report=self.report)
         self.longer, short = None, probe.length
         release_memory()  # caches of keys and values that the passes have left
         if self.costs and (longer := probe.longer()) is not None:
-            found = verify_costs(longer, repeats=repeats, report=self.report, shorter=self.costs)
+            found = verify_costs(longer, report=self.report, shorter=self.costs)
             self.longer = LongerContext(short, longer.length, *found)
         self.draft_seconds, self.has_stored_costs = {}, False
 
@@ -176,11 +180,6 @@ class Engine:
     def nbytes(self) -> int:
         """Return the bytes of the weights of all models as they are held now."""
         return self._engine.nbytes()
-
-    def unread_bytes(self, model: nn.Module, *, besides: nn.Module | None = None) -> int:
-        """Return the bytes of the weights of a model that no tensor of it holds, in the format in use."""
-        started = self.state.kind != PLAIN or self.state.reason == NOT_TESTED
-        return unread_bytes(model, self._weights if started else AS_LOADED, besides=besides)
 
     def faster_baseline(self) -> FasterEngine | None:
         """Return another engine in which the target alone would be noticeably faster, if one was measured."""
@@ -359,7 +358,8 @@ class Engine:
                 self._add_references(passed=extent == "later")
             torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
-            failure = self._installed(engine, name) or engine.self_test(count, self.report, extent)
+            failure = install_with_fallback(engine, lambda text: self.report(f"engine {name}: {text}"), self._differs)
+            failure = failure or engine.self_test(count, self.report, extent)
             failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.
         except Exception as error:
@@ -376,16 +376,6 @@ class Engine:
         else:
             self._engine = engine
         return failed
-
-    def _installed(self, engine: PlainEngine, name: str) -> str:
-        """Install an engine and compare its logits. Returns why it failed."""
-        install = partial(engine.install, lambda text: self.report(f"engine {name}: {text}"))
-        failure = install() or self._differs()
-        if failure and engine.has_own_forward and "forward" in vars(self._target):
-            engine.remove()  # transformers' forward pass over the same kernels may have the right logits
-            engine.has_own_forward = False
-            failure = install() or self._differs()
-        return failure
 
     def _add_references(self, *, passed: bool) -> None:
         """Compute the logits of models with weights of their own that are not known yet."""

@@ -129,9 +129,13 @@ def choose(table: Table, workload: Workload = TYPICAL) -> Choice:
 
 
 def _problems(table: Table) -> str:
-    """Why the engines that promise equal bits are not available. A reason that they share is given once."""
-    problems = {name: figures.problem for name, figures in table.items() if figures.problem and figures.promise}
-    if len(set(problems.values())) == 1:
+    """Why the engines that promise equal bits are not available."""
+    return joined_problems({name: row.problem for name, row in table.items() if row.problem and row.promise})
+
+
+def joined_problems(problems: Mapping[str, str]) -> str:
+    """The problems of engines as one clause. One that they share is given once."""
+    if len({*problems.values()}) == 1:
         return next(iter(problems.values()))
     return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
 

@@ -15,7 +15,7 @@ from statistics import median_low
 import torch
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
+from utils.decode.model_info import cache_bytes, context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
@@ -108,15 +108,14 @@ def verify_costs(
     probe: ForwardProbe,
     clock: Callable[[], float] = time.perf_counter,
     *,
-    repeats: int = REPEATS,
     report: Report = unreported,
     shorter: Sequence[float] = (),
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a decode step, and the extra time of verify passes with 1, 2, ... drafts in units of a
     decode step.
 
-    Costs between the measured widths are interpolated linearly. repeats: at most, fewer of slow passes. shorter: the
-    costs in a shorter context; then few widths are measured, and differences from these costs are interpolated.
+    Costs between the measured widths are interpolated linearly. shorter: the costs in a shorter context; then few
+    widths are measured, and differences from these costs are interpolated.
     """
     widths = [width for width in LONG_WIDTHS if width <= len(shorter) + 1]
     if not shorter:
@@ -124,8 +123,7 @@ def verify_costs(
         probe.forward(1)
         fast = clock() - start < SLOW_STEP
         widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
-    enough = ENOUGH * repeats / REPEATS
-    times = width_seconds(probe, widths, clock, repeats=repeats, enough=enough, report=report)
+    times = width_seconds(probe, widths, clock, enough=ENOUGH, report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
@@ -193,9 +191,3 @@ def more_threads_are_faster(
         torch.set_num_threads(number)
         fastest[number] = min(width_seconds(probe, [1], clock, repeats=CHECK_REPEATS)[1])
     return any(fastest[number] * STALE < fastest[count] for number in others)
-
-
-def sample_ids(count: int, vocabulary: int) -> list[int]:
-    """Return token ids that are spread over the vocabulary."""
-    # 7919 is a prime: unless the vocabulary is a multiple of it, no id repeats before all have occurred.
-    return [(7919 * (index + 1)) % vocabulary for index in range(count)]

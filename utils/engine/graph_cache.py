@@ -137,7 +137,6 @@ class SlotLayer(GrowingLayer):
         return self._own[0] is None
 
     def get_seq_length(self) -> int:
-        """Return the number of positions."""
         return self._length if self._own[0] is None else self._own[0].shape[-2]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -148,7 +147,6 @@ class SlotLayer(GrowingLayer):
             super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything."""
         self._length = 0
         super().reset()
 

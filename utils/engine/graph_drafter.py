@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
+from utils.decode.engine_forward import CompiledEntries
 from utils.engine.decoder_spec import DecoderSpec, JoinedInput, LayerSpec, Linear
 from utils.engine.graph_cache import GraphCache, Slot, SlotPool
 from utils.engine.graph_decoder import BACKENDS, SlotDecoder, normed
@@ -63,7 +64,7 @@ class SlotDrafter(SlotDecoder):
         return JoinedInput(*norms, joined.normed_residual)
 
 
-class GraphDrafter:
+class GraphDrafter(CompiledEntries):
     """Adds entries to a drafter by replays, as its present conventions have it. record: a CudaRecorder or its like."""
 
     def __init__(self, model: Any, record: Any) -> None:
@@ -75,13 +76,9 @@ class GraphDrafter:
         self._fused: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None  # one row, and how it was fused
 
     def new_cache(self) -> GraphCache:
-        """Return an empty cache for one run."""
         return GraphCache(self._pool, self._layers)
 
     def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
-        """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
-        these. Returns the last state (1, H) and its logits (1, V').
-        """
         slot = cache.reserve(len(tokens))
         slot.position.fill_(first)
         if len(tokens) <= MOST:
@@ -92,7 +89,6 @@ class GraphDrafter:
         return state, logits
 
     def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """fuse(features) of features (T, F)."""
         if len(features) > MOST:
             return fuse(features)
         if self._fused is None:
@@ -100,7 +96,6 @@ class GraphDrafter:
         return self._replayed(self._fusions, *self._fusion(features, fuse))[0]
 
     def prepare(self, first: int, last: int) -> None:
-        """Record what passes between these positions may replay."""
         size, weight = self._decoder.hidden_size, self._model.embed_tokens.weight
         for count in range(1, MOST + 1):
             states = torch.zeros(count, size, dtype=self._model.dtype, device=weight.device)

@@ -6,23 +6,22 @@ bit. On a CPU in float32 it is faster than the plain layers as well.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from utils.decode.model_info import is_spread
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention, selftest
 from utils.engine.compiled_decoder import products_of
 from utils.engine.compiled_drafter import CompiledDrafter
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec
-from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, unreported
+from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, attention_problem, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import GroupBuilder, Kernel, restore_linears, swap_linears
+from utils.engine.module_swap import EngineLinear, GroupBuilder, Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import data, release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
@@ -38,13 +37,7 @@ class InvariantEngine(PlainEngine):
     promise = BIT_IDENTICAL
     has_own_forward = True
 
-    def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        super().__init__(models, helpers, weights)
-        self._plain_attention = [model.config._attn_implementation for model in models]
-        self._installed = False
-
     def unsupported(self) -> str:
-        """Return why the models cannot be computed this way."""
         reasons = (_unsupported(model) or self._format_problem(model) for model in self._models)
         return next(filter(None, reasons), "")
 
@@ -54,42 +47,32 @@ class InvariantEngine(PlainEngine):
         return f"{self._format.format} weights are computed for models in float32 only"
 
     def need(self) -> int:
-        """Return the bytes of packed weights, less those that packing frees."""
         return max(0, decoder_bytes(self._models, self._format) - freed_bytes(self._models))
 
     def install(self, report: Report = unreported) -> str:
-        """Replace linear layers and attention."""
         release(self._models)
-        # Set before the first layer is replaced, so that `remove` also undoes an installation that was cut short.
-        self._installed = True
-        specs = [_spec_of(model) if self.has_own_forward else "" for model in self._models]
+        specs = [_spec_of(model) if self.has_own_forward else None for model in self._models]
+        self.has_own_forward = any(specs)
         swap_linears([*self._models, *self._helpers], self._builder(), report)
         for model, spec in zip(self._models, specs, strict=True):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
-            if isinstance(spec, DecoderSpec):
-                products, head = products_of(model, spec)
-                model.forward = LeanDecoder(spec, products, head, config=model.config, original=model.forward)
+            if spec is not None:
+                head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
+                lean = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
+                self._replace_forward(model, lean)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        self._compile_drafters(self._helpers)
+        self._compute(self._helpers)
         return ""
 
-    def add_helper(self, helper: nn.Module) -> None:
-        super().add_helper(helper)
-        swap_linears([helper], self._builder(), unreported)
-        self._compile_drafters([helper])
+    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+        swap_linears(helpers, self._builder(), unreported)
+        if _is_compiled(self._models[0]):
+            selftest.compile_drafters(helpers, CompiledDrafter)
 
     def _builder(self) -> GroupBuilder:
         return CompiledBuilder(self._format, self._models) if _is_compiled(self._models[0]) else blocked_builder
-
-    def _compile_drafters(self, helpers: Sequence[nn.Module]) -> None:
-        """Give drafters that can be described a program, if it computes what their modules compute."""
-        for helper in helpers if _is_compiled(self._models[0]) else ():
-            if getattr(helper, "draft_spec", lambda: None)() is not None:
-                compiled = CompiledDrafter(helper)
-                if selftest.drafts_like_modules(compiled, helper):
-                    cast(Any, helper).compiled = compiled
 
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
@@ -105,17 +88,9 @@ class InvariantEngine(PlainEngine):
         return next(filter(None, failures), "")
 
     def remove(self) -> None:
-        """Put nn.Linear layers and the original attention back."""
-        if self._installed:
-            for model in self._models:
-                if isinstance(vars(model).get("forward"), LeanDecoder):  # and no wrapper of a library
-                    del model.forward
-            for helper in self._helpers:
-                vars(helper).pop("compiled", None)
-            restore_linears([*self._models, *self._helpers])
-            for model, name in zip(self._models, self._plain_attention, strict=True):
-                model.set_attn_implementation(name)
-            self._installed = False
+        restore_linears([*self._models, *self._helpers])
+        for model, name in zip(self._models, self._attention, strict=True):
+            model.set_attn_implementation(name)
         super().remove()
 
 
@@ -123,12 +98,10 @@ def _is_compiled(model: PreTrainedModel) -> bool:
     return bool(model.dtype == torch.float32)
 
 
-def _spec_of(model: PreTrainedModel) -> DecoderSpec | str:
-    """What the model computes, without its matrices, so that packing them frees them."""
-    if not _is_compiled(model):
-        return "the lean forward computes float32 only"
-    spec = read_decoder(model)
-    return spec.without_weights() if isinstance(spec, DecoderSpec) else spec
+def _spec_of(model: PreTrainedModel) -> DecoderSpec | None:
+    """What the model computes, without its matrices, so that packing them frees them. None if it cannot be read."""
+    spec = read_decoder(model) if _is_compiled(model) else ""
+    return None if isinstance(spec, str) else spec.without_weights()
 
 
 def _reports_windows(model: PreTrainedModel) -> bool:
@@ -141,16 +114,11 @@ def _reports_windows(model: PreTrainedModel) -> bool:
 
 
 def _unsupported(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if is_spread(model):
-        return "its layers are spread over several devices"
-    if model.device.type != "cpu":
-        return f"the invariant engine computes on CPUs only, and the model is on {model.device.type}"
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
-        return "some of its layers are neither full nor sliding attention"
+    if problem := attention_problem(model, "cpu"):
+        return problem
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are of the types {', '.join(sorted(kinds))}"
     # Only a model that used SDPA before is known to compute what row-invariant attention computes.
     if model.config._attn_implementation not in ("sdpa", attention.NAME):
         return f"it uses {model.config._attn_implementation} attention"
@@ -179,8 +147,8 @@ class BlockedKernel:
 
 
 class CompiledBuilder:
-    """Builds one compiled kernel for layers with the same input, in the format of `weights`. float32 weights whose file
-    holds them in bfloat16 stay there, because the values are the same.
+    """Builds one compiled kernel for layers with the same input, in the format of `weights`, or one for each if their
+    forms differ. float32 weights whose file holds them in bfloat16 stay there, because the values are the same.
 
     models: the target first. A drafter's own layers have the format of drafters. Layers of no model belong to drafters
     that read hidden states, and have no name.
@@ -195,16 +163,11 @@ class CompiledBuilder:
         }
         self._heads = {id(model.get_output_embeddings().weight) for model in models}
 
-    def __call__(self, layers: Sequence[nn.Linear]) -> Kernel:
+    def __call__(self, layers: Sequence[nn.Linear]) -> list[Kernel]:
         forms = [self._form(layer) for layer in layers]
-        tensors = [form for form in forms if isinstance(form, Tensor)]
-        blocks = [form for form in forms if isinstance(form, BlockWeight)]
-        if not blocks and len({tensor.dtype for tensor in tensors}) == 1:
-            return CompiledKernel(tensors, _joined_bias(layers))
-        if not tensors and have_one_form(blocks):
-            return CompiledKernel(blocks, _joined_bias(layers))
-        parts = zip(forms, layers, strict=True)
-        return JoinedKernels([CompiledKernel(cast(Any, [form]), layer.bias) for form, layer in parts])
+        if have_one_form(forms):
+            return [CompiledKernel(forms, _joined_bias(layers))]
+        return [CompiledKernel([form], layer.bias) for form, layer in zip(forms, layers, strict=True)]
 
     def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
         name, weights = self._known.get(id(layer), ("", self._others))
@@ -212,17 +175,15 @@ class CompiledBuilder:
         return form if isinstance(form, BlockWeight) else _shortened(form)
 
 
-def blocked_builder(layers: Sequence[nn.Linear]) -> Kernel:
+def blocked_builder(layers: Sequence[nn.Linear]) -> list[Kernel]:
     """Return one BlockedKernel for layers with the same input."""
     weights = [data(layer.weight) for layer in layers]
-    return BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))
+    return [BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))]
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     """The biases of layers as one, or None if they have none."""
-    if all(layer.bias is None for layer in layers):
-        return None
-    return torch.cat([torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
+    return None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
 
 def _shortened(form: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """What every engine provides, and the plain one. `utils.engine.engine` lists the engines and chooses one."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from utils.decode.engine_forward import EngineForward
+from utils.decode.model_info import is_spread
 from utils.engine.stored_weights import fill, release
 from utils.engine.weight_format import EngineWeights, placeholder_bytes, tensor_bytes
 
@@ -32,10 +35,12 @@ class PlainEngine:
     """
 
     promise = ""  # BIT_IDENTICAL, or empty. The self-test holds the engine to it
-    has_own_forward = False  # with False set, transformers' forward pass runs over its kernels
+    has_own_forward = False  # whether it replaces transformers' forward pass, too; with False set, it does not
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
         self._models, self._helpers, self._format = list(models), list(helpers), weights
+        self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
+        self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forward passes that were set on them
 
     def unsupported(self) -> str:
         """Return why these models cannot be computed this way."""
@@ -55,6 +60,10 @@ class PlainEngine:
     def add_helper(self, helper: nn.Module) -> None:
         """Compute one more helper in the installed engine."""
         self._helpers.append(helper)
+        self._compute([helper])
+
+    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+        """Compute helpers in the installed engine, as far as that is not so yet."""
 
     def drop_helper(self, helper: nn.Module) -> None:
         self._helpers.remove(helper)
@@ -67,6 +76,45 @@ class PlainEngine:
         """Return the bytes of the weights of all models as they are held now."""
         return tensor_bytes([*self._models, *self._helpers])
 
+    def _replace_forward(self, model: PreTrainedModel, forward: EngineForward) -> None:
+        self._replaced.append((model, vars(model).get("forward")))
+        model.forward = cast(Any, forward)
+
     def remove(self) -> None:
         """Put the plain layers back, and leave weights to their files again."""
+        for model, own in self._replaced:
+            vars(model).pop("forward", None)
+            if own is not None:  # of a library, such as accelerate
+                model.forward = own
+        self._replaced = []
+        for helper in self._helpers:
+            vars(helper).pop("compiled", None)
         release(self._models)
+
+
+def install_with_fallback(engine: PlainEngine, report: Report, differs: Callable[[], str] = str) -> str:
+    """Install an engine, with transformers' forward pass if its own one fails. Returns why that failed.
+
+    differs: returns how the logits of the installed engine differ from what is expected.
+    """
+    failure = engine.install(report) or differs()
+    if failure and engine.has_own_forward:
+        report(f"using transformers' forward pass, because of {failure}")
+        engine.remove()
+        engine.has_own_forward = False
+        failure = engine.install(report) or differs()
+    return failure
+
+
+def attention_problem(model: PreTrainedModel, device_type: str) -> str:
+    """Return why a model is not one of full or sliding attention on one device of this type."""
+    if is_spread(model):
+        return "its layers are spread over several devices"
+    if model.device.type != device_type:
+        return f"it needs a model on {device_type}, and this one is on {model.device.type}"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if not layers or layers - {DynamicLayer, DynamicSlidingWindowLayer} or getattr(model, "_is_stateful", False):
+        return "some of its layers are neither full nor sliding attention"
+    return ""

@@ -17,7 +17,6 @@ import torch
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 CPU_KEYS = ("model name", "Hardware", "cpu model", "Model")  # the first one that names a processor, by architecture
-FEATURE_KEYS = ("flags", "Features")
 AVAILABLE_THREADS = torch.get_num_threads()  # at import: the number of cores, or OMP_NUM_THREADS
 
 
@@ -50,22 +49,10 @@ def machine_facts() -> dict[str, Any]:
 
 def cpu_model(info: Path = CPU_INFO) -> str:
     """The name of the processor, or of its architecture if that is all that is known."""
-    names = _first_processor(info)
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []  # on Linux
+    names = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
     named = next((names[key] for key in CPU_KEYS if names.get(key)), "")
     return named or platform.processor() or platform.machine() or "unknown"
-
-
-def cpu_features(info: Path = CPU_INFO) -> list[str]:
-    """The instruction sets of the processor and the like, sorted. Empty if they are not known."""
-    names = _first_processor(info)
-    return sorted(" ".join(names.get(key, "") for key in FEATURE_KEYS).split())
-
-
-def _first_processor(info: Path) -> dict[str, str]:
-    if not info.is_file():  # not Linux
-        return {}
-    lines = [line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return {key.strip(): value.strip() for key, _, value in reversed(lines)}
 
 
 def _gpus() -> Iterator[str]:

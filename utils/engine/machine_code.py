@@ -155,18 +155,8 @@ class Code(ir.IRBuilder):
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum of a vector, in an order that depends on its size alone."""
-        if vector.type.count == 1:
-            return self.extract_element(vector, ir.IntType(32)(0))
         name = f"vector.reduce.fadd.v{vector.type.count}f32"
         return self._intrinsic(name, FLOAT, [FLOAT(0.0), vector], REASSOCIATED)
-
-
-def read_words(code: Code, pointer: ir.Value, kinds: Mapping[str, ir.Type]) -> dict[str, ir.Value]:
-    """Arguments by name, one word each."""
-    return {
-        name: code.load(code.at(pointer, INT(index), INT), typ=kind, align=4)
-        for index, (name, kind) in enumerate(kinds.items())
-    }
 
 
 def floats(*shape: int) -> Tensor:
@@ -175,7 +165,7 @@ def floats(*shape: int) -> Tensor:
 
 
 def words(kinds: Mapping[str, ir.Type], **values: float | Tensor | None) -> Any:
-    """A ctypes array for `read_words`. Tensors stand for their addresses, and what is missing is zero."""
+    """The arguments of an `item_function`. Tensors stand for their addresses, and what is missing is zero."""
     array = (ctypes.c_int64 * len(kinds))()
     for index, (name, kind) in enumerate(kinds.items()):
         value = values.get(name)
@@ -194,6 +184,25 @@ def new_function(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tupl
     return Code(function.append_basic_block()), list(function.args)
 
 
+def item_function(
+    module: ir.Module, name: str, kinds: Mapping[str, ir.Type]
+) -> tuple[Code, dict[str, ir.Value], ir.Value]:
+    """The function (arguments, item) of a job: where its instructions go, its arguments by name, and the item."""
+    code, (pointer, item) = new_function(module, name, [POINTER, INT])
+    places = ((own, kind, code.at(pointer, INT(index), INT)) for index, (own, kind) in enumerate(kinds.items()))
+    return code, {own: code.load(place, typ=kind, align=4) for own, kind, place in places}, item
+
+
+def inner_function(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tuple[Code, list[ir.Value]]:
+    """A function that others of the module call. Its pointers do not overlap, so that LLVM uses vectors."""
+    code, arguments = new_function(module, name, kinds)
+    code.function.linkage = "internal"
+    for argument in arguments:
+        if argument.type == POINTER:
+            argument.add_attribute("noalias")
+    return code, arguments
+
+
 @cache
 def _machine() -> llvm.TargetMachine:
     llvm.initialize_native_target()
@@ -205,9 +214,9 @@ def _machine() -> llvm.TargetMachine:
 
 
 @cache
-def has_feature(name: str) -> bool:
-    """Whether the processor has instructions that LLVM knows by this name."""
-    return bool(llvm.get_host_cpu_features().get(name, False))
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the processor, as LLVM calls them."""
+    return frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
 
 
 def compiled(module: ir.Module) -> Callable[[str], int]:

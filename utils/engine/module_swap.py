@@ -30,7 +30,7 @@ class Kernel(Protocol):
         """Yield what the kernel keeps in memory."""
 
 
-GroupBuilder = Callable[[Sequence[nn.Linear]], Kernel]  # of layers with the same input
+GroupBuilder = Callable[[Sequence[nn.Linear]], list[Kernel]]  # of layers with the same input: one for all, or for each
 
 
 class FusedKernel:
@@ -105,14 +105,19 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
-        fused = FusedKernel(build(group.layers), [layer.out_features for layer in group.layers])
+        kernels, sizes = build(group.layers), [layer.out_features for layer in group.layers]
+        if len(kernels) == 1:
+            whole = FusedKernel(kernels[0], sizes)
+            parts = [(whole, index) for index in range(len(sizes))]
+        else:
+            parts = [(FusedKernel(kernel, [size]), 0) for kernel, size in zip(kernels, sizes, strict=True)]
         packed += sum(layer.weight.numel() for layer in group.layers)
         if packed > PACKED_BEFORE_TRIM:  # what conversions have freed lies between the packed weights
             trim_allocator()
             packed = 0
         for positions in group.positions:
-            for index, (layer, (parent, name)) in enumerate(zip(group.layers, positions, strict=True)):
-                setattr(parent, name, EngineLinear(fused, index, layer, tied=id(layer.weight) in embedded))
+            for layer, (parent, name), part in zip(group.layers, positions, parts, strict=True):
+                setattr(parent, name, EngineLinear(*part, layer, tied=id(layer.weight) in embedded))
 
 
 def restore_linears(models: Iterable[nn.Module]) -> None:
@@ -120,7 +125,7 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
     restored: dict[tuple[int, int], Any] = {}
     for model in models:
         # A list, because modules are replaced while it is read.
-        for parent, name, child in [*_children(model)]:
+        for parent, name, child in [(part, *child) for part in model.modules() for child in part.named_children()]:
             if isinstance(child, EngineLinear):
                 key, (tied, bias) = (id(child.fused), child.index), child.original
                 if key not in restored:
@@ -157,7 +162,3 @@ def _layers_by_input(parent: nn.Module) -> Iterator[dict[str, nn.Linear]]:
             yield group
             linears = {name: layer for name, layer in linears.items() if name not in names}
     yield from ({name: layer} for name, layer in linears.items())
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    return ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())

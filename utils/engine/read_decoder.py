@@ -126,7 +126,6 @@ def check_parameters(model: PreTrainedModel) -> None:
 
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 def read_decoder(model: PreTrainedModel) -> DecoderSpec | str:
@@ -165,8 +164,6 @@ class _Reader:
 
     def read(self) -> DecoderSpec:
         """Return the spec. Raises Unreadable if something of the model has no place in it."""
-        if len(self.model.model.layers) != self.config.num_hidden_layers:
-            raise Unreadable("its config gives another number of layers")
         head = self.linear("lm_head", self.model.lm_head.out_features, self.hidden)
         layers = tuple(self.layer(index) for index in range(self.config.num_hidden_layers))
         ropes = tuple(self.rope(layer_type) for layer_type in self.rope_types)
@@ -227,8 +224,6 @@ class _Reader:
             raise Unreadable("its attention scores are capped")
         if not attention.is_causal:
             raise Unreadable("its attention is not causal")
-        if (attention.head_dim, attention.num_key_value_groups) != (self.head_dim, self.heads // self.kv_heads):
-            raise Unreadable("its layers have different numbers of heads")
 
     def joined(self, parent: str, fused: str, names: Sequence[str], sizes: Sequence[int]) -> list[Linear]:
         """Return linear layers that read the same input: those of these names, or row ranges of the one that is called
@@ -281,8 +276,6 @@ class _Reader:
         """Return the embedding, without a scale of its own."""
         module = self.model.get_submodule(name)
         self.tensor(f"{name}.weight", len(module.weight), self.hidden)
-        if module.max_norm is not None:
-            raise Unreadable("its embedding limits the norm of its rows")
         if type(module) is nn.Embedding:
             return module
         plain = nn.Embedding(len(module.weight), self.hidden, device="meta")
@@ -297,17 +290,12 @@ class _Reader:
         return float(self.model.model.embedding_multiplier) if self.has_multipliers else 1.0
 
     def window(self, index: int) -> int | None:
-        """Return the sliding window of a layer. Raises Unreadable if the model contradicts itself."""
+        """Return the sliding window of a layer."""
         size, family = getattr(self.config, "sliding_window", None), self.family.windows
-        kind = self.config.layer_types[index] if family is Windows.BY_TYPE else ""
-        if kind not in ("", "full_attention", "sliding_attention"):
-            raise Unreadable(f"its layer {index} is of the unknown type {kind}")
-        slides = family is Windows.ALL or kind == "sliding_attention"
-        if slides and family is Windows.BY_TYPE and size is None:
-            raise Unreadable(f"its layer {index} has a sliding window of unknown size")
         if family is Windows.NONE and size is not None:
             raise Unreadable("its config has a sliding window, which its layers do not use")
-        return size if slides else None
+        is_full = family is Windows.BY_TYPE and self.config.layer_types[index] != "sliding_attention"
+        return None if is_full else size
 
     def rope_index(self, index: int) -> int | None:
         """Return which of the rotary tables a layer uses."""
@@ -323,10 +311,8 @@ class _Reader:
         """Return a rotary table. Raises Unreadable if its frequencies are not fixed."""
         rotary = self.model.model.rotary_emb
         kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
-        if kind in LENGTH_DEPENDENT_ROPES:
-            raise Unreadable(f"its rotary positions of type {kind} depend on the length of the text")
         if kind not in STATIC_ROPES:
-            raise Unreadable(f"its rotary positions of type {kind} are not known")
+            raise Unreadable(f"its rotary positions of type {kind} depend on the length of the text, or are not known")
         return partial(rotary_table, rotary, layer_type)
 
     def rotary_dim(self, ropes: tuple[RopeTable, ...]) -> int:

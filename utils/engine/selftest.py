@@ -5,7 +5,8 @@ first layer and the output head are tested at every verify width, whole models a
 all of that has passed at an earlier start, a slice of each model is compared and tested again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,9 @@ from transformers import PreTrainedModel
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
-from utils.decode.logit_drift import LogitDrift, logits_by_width, max_rounding
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.logit_drift import largest_difference, logits_by_width, max_rounding
+from utils.decode.model_info import context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
-from utils.engine.forward_timing import sample_ids
 from utils.engine.layer_engine import Report, unreported
 from utils.engine.stored_weights import rows_of
 from utils.engine.weight_format import EngineWeights
@@ -143,6 +143,16 @@ class Reference:
         return "" if share <= MAX_DEVIATION else f"{DIFFERENT_LOGITS} with the same rounded weights"
 
 
+def compile_drafters(helpers: Iterable[Any], compiled: Callable[[Any], Any]) -> None:
+    """Give drafters that can be described what computes their entries, if that has the logits of their modules."""
+    for helper in helpers:
+        if getattr(helper, "draft_spec", lambda: None)() is not None:
+            with suppress(RuntimeError):  # an operation that a GPU or a version of PyTorch does not support
+                own = compiled(helper)
+                if drafts_like_modules(own, helper):
+                    helper.compiled = own
+
+
 @torch.no_grad()
 def drafts_like_modules(compiled: Any, drafter: Any) -> bool:
     """Whether `compiled` adds entries to a drafter with the logits of its modules, up to rounding. The drafter must be
@@ -175,7 +185,7 @@ def sample_logits(model: PreTrainedModel, prefix: int = LONG_PREFIX) -> Tensor:
 
 def differ_beyond_rounding(logits: Tensor, reference: Tensor) -> bool:
     """Whether logits (k, V) of two engines differ by more than rounding can explain. NaN counts as a difference."""
-    return not LogitDrift.of([logits, reference]).difference <= max_rounding(reference)
+    return not largest_difference(logits, reference) <= max_rounding(reference)
 
 
 def sample_context(model: PreTrainedModel, length: int) -> list[int]:

@@ -21,7 +21,8 @@ import transformers
 
 from utils.engine.engine_choice import EngineFigures
 from utils.engine.forward_timing import LongerContext
-from utils.engine.machine import AVAILABLE_THREADS, cpu_features, machine_facts
+from utils.engine.machine import AVAILABLE_THREADS, machine_facts
+from utils.engine.machine_code import cpu_features
 from utils.files import replacing
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,7 @@ def environment() -> dict[str, Any]:
         "source": source_digest(),
         "machine": [machine[name] for name in ("cpu", "cores", "threads", "gpus", "system")],
         # The libraries choose kernels by these. Virtual processors of one name may have different ones.
-        "instructions": [torch.backends.cpu.get_cpu_capability(), *cpu_features()],
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *sorted(cpu_features())],
         "threads": AVAILABLE_THREADS,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }

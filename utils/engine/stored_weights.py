@@ -34,16 +34,10 @@ class WeightSource(Protocol):
 class RowsOf:
     """Some rows of a weight, such as the part of a fused parameter."""
 
+    name: str
+    itemsize: int
     source: WeightSource
     rows: slice
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def itemsize(self) -> int:
-        return self.source.itemsize
 
     def read(self) -> Tensor:
         return self.source.read()[self.rows].clone()
@@ -76,12 +70,13 @@ def with_origin(weight: Tensor, source: WeightSource) -> None:
 
 def rows_of(weight: Tensor, rows: slice) -> Tensor:
     """Return some rows of a weight as a view, or a placeholder for them."""
-    part, source = weight.detach()[rows], origin_of(weight)
-    if source is None:
+    part, whole = weight.detach()[rows], origin_of(weight)
+    if whole is None:
         return part
+    source = RowsOf(whole.name, whole.itemsize, whole, rows)
     if weight.is_meta:
-        return placeholder(part, RowsOf(source, rows))
-    with_origin(part, RowsOf(source, rows))
+        return placeholder(part, source)
+    with_origin(part, source)
     return part
 
 

@@ -14,10 +14,11 @@ from math import inf
 import torch
 from transformers import PreTrainedModel
 
+from utils.decode.features import layer_count
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
 from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
 from utils.engine.forward_timing import ForwardProbe
-from utils.engine.layer_engine import PlainEngine, Report, unreported
+from utils.engine.layer_engine import PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -113,7 +114,7 @@ class Trials:
         today = date.today().isoformat()
         self._rows = {name: EngineFigures(estimated=True, measured_on=today) for name in self.builders}
         self._plan = SlicePlan.of(self.model)
-        left_out = _layer_count(self.model) - len(self._plan.order)
+        left_out = layer_count(self.model) - len(self._plan.order)
         # Read before each pass, because the other layers of a whole model empty the processor's caches.
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
         self._for_each(self._prepare, self.builders)
@@ -137,7 +138,7 @@ class Trials:
         torch.set_num_threads(self.thread_counts[0])
         part = self._plan.slice_of(self.model)
         engine = self.builders[name]([part], [], self.weights)
-        if failure := engine.install(self.report):
+        if failure := install_with_fallback(engine, self.report):
             self._rows[name] = replace(self._rows[name], problem=FAILED.format(failure))
             return
         self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
@@ -212,7 +213,7 @@ class Trials:
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
         costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
         # Almost all of the time of a prefill is spent in layers, and all kinds of them take about as long.
-        share = len(self._plan.order) / _layer_count(self.model) if self._plan.order else 1.0
+        share = len(self._plan.order) / layer_count(self.model) if self._plan.order else 1.0
         rate = share / max(self._seconds_of_a_token(name), 1e-9)
         self._rows[name] = replace(self._rows[name], step_seconds=step, costs=costs, prefill=rate)
 
@@ -251,11 +252,7 @@ def reason_of(error: BaseException) -> str:
     return next(iter(lines), type(error).__name__)[:MAX_REASON].rstrip(".")
 
 
-def _layer_count(model: PreTrainedModel) -> int:
-    return max(1, int(model.config.get_text_config(decoder=True).num_hidden_layers))
-
-
 def _block_bytes(model: PreTrainedModel) -> int:
     """The bytes of a block, on average, as loaded."""
     total = sum(part.nbytes for name, part in model.named_parameters() if ".layers." in name or ".h." in name)
-    return int(total // _layer_count(model))
+    return int(total // layer_count(model))

@@ -4,9 +4,10 @@ Engines multiply with this form directly, or unpack it with `dense`. Rounding to
 GGUF files are read by `utils.models.gguf_model`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from llvmlite import ir
@@ -20,9 +21,8 @@ from utils.engine.machine_code import (
     WORKERS,
     Code,
     compiled,
+    item_function,
     job_list,
-    new_function,
-    read_words,
     words,
 )
 
@@ -62,31 +62,27 @@ class BlockWeight:
         dense: Tensor = grouped.flatten(1)
         return dense
 
+    def map(self, function: Callable[..., Tensor], *others: "BlockWeight") -> "BlockWeight":
+        """Return the weight whose tensors are function(tensor, those of the others)."""
+        names = ("values", "scales", *(() if self.shifts is None else ("shifts",)))
+        parts: Any = {name: function(*(getattr(own, name) for own in (self, *others))) for name in names}
+        return replace(self, **parts)
+
     def rows(self, start: int, end: int) -> "BlockWeight":
         """Return the rows from `start` up to `end`, which share memory with these."""
-        shifts = None if self.shifts is None else self.shifts[start:end]
-        return replace(self, values=self.values[start:end], scales=self.scales[start:end], shifts=shifts)
-
-    def columns(self, start: int, end: int) -> "BlockWeight":
-        """Return the inputs from `start` up to `end`. Both are multiples of the group, or one group has all inputs."""
-        whole, groups = self.group == self.shape[1], slice(start // self.group, -(-end // self.group))
-        shifts = None if self.shifts is None else self.shifts[:, groups]
-        values, scales = self.values[:, start:end], self.scales[:, groups]
-        return replace(self, values=values, scales=scales, shifts=shifts, group=end - start if whole else self.group)
-
-    def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
-        parts = (self.values, self.scales, *(() if self.shifts is None else (self.shifts,)))
-        return sum(part.nbytes for part in parts)
+        return self.map(lambda part: part[start:end])
 
 
-def have_one_form(blocks: Sequence[BlockWeight]) -> bool:
+def have_one_form(weights: Sequence[Tensor | BlockWeight]) -> bool:
     """Whether weights differ in their values alone, so that they can be one weight, row below row."""
-    forms = {
-        (block.group, block.bits, block.offset, block.values.dtype, block.scales.dtype, block.shifts is None)
-        for block in blocks
-    }
-    return len(forms) == 1
+
+    def form(weight: Tensor | BlockWeight) -> object:
+        if isinstance(weight, Tensor):
+            return weight.dtype
+        dtypes = weight.values.dtype, weight.scales.dtype
+        return weight.group, weight.bits, weight.offset, dtypes, weight.shifts is None
+
+    return len({*map(form, weights)}) == 1
 
 
 def round_int8(weight: Tensor) -> BlockWeight:
@@ -136,8 +132,7 @@ def _rounding_function(dtype: torch.dtype) -> int:
     """The address of round(arguments, row) for weights in float32 or bfloat16."""
     stored = FLOAT if dtype == torch.float32 else _HALF
     module = ir.Module("rounding")
-    code, (pointer, row) = new_function(module, "round", [POINTER, INT])
-    given = read_words(code, pointer, _ROUND)
+    code, given, row = item_function(module, "round", _ROUND)
     first = code.mul(row, given["groups"])
 
     def round_group(index: ir.Value) -> None:

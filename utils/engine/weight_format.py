@@ -101,6 +101,7 @@ BUFFERS = 200_000_000  # bytes of activations, logits and compiled code
 # Bytes of a weight with its share of scales and shifts, as engines hold it. Blocks of GGUF files differ in size.
 BYTES = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.625, "gguf": 0.75}
 EIGHT_BITS = ("down_proj", "lm_head")  # weights that int4 keeps in 8 bits
+BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
 def weight_format(model: PreTrainedModel) -> str:
@@ -109,18 +110,56 @@ def weight_format(model: PreTrainedModel) -> str:
     return "quantized" if getattr(model, "is_quantized", False) else str(dtype).removeprefix("torch.")
 
 
-def tensor_bytes(parts: Iterable[nn.Module]) -> int:
-    """Return the bytes of all parameters, buffers and kernels. Those that several modules share count once, and those
-    without data not at all.
+def tensor_bytes(parts: Iterable[nn.Module], *, besides: Iterable[nn.Module] = (), in_files: bool = False) -> int:
+    """Return the bytes of all parameters, buffers, kernels and scales, except those of `besides`. Shared memory counts
+    once. in_files: with the weights that are only in files, as large as there.
     """
-    tensors = {id(tensor): tensor for part in parts for module in part.modules() for tensor in _tensors(module)}
-    return sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)
+    excluded = _sizes(besides)
+    return sum(size for place, size in _sizes(parts).items() if place not in excluded and (in_files or place[0]))
+
+
+def _sizes(parts: Iterable[nn.Module]) -> dict[tuple[str, int], int]:
+    """Bytes of tensors by device and address, without a device for those that are only in files."""
+    sizes: dict[tuple[str, int], int] = {}
+    modules = (module for part in parts for module in part.modules())
+    for tensor in (plain for module in modules for held in _tensors(module) for plain in _plain(held)):
+        if tensor.is_meta:
+            source = source_of(tensor)
+            sizes["", id(tensor)] = 0 if source is None else tensor.numel() * source.itemsize
+            continue
+        # No address where oneDNN has its own layout, and 0 where accelerate keeps the data elsewhere until it is used.
+        key = (str(tensor.device), (0 if tensor.is_mkldnn else tensor.data_ptr()) or id(tensor))
+        # Tensors at one address may be views of different lengths.
+        sizes[key] = max(tensor.nbytes, sizes.get(key, 0))
+    return sizes
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
+    if isinstance(module, EngineLinear):
+        yield from module.fused.kernel.tensors()  # also what a placeholder stands for
+        yield from (tensor for tensor in module.original if tensor is not None and not tensor.is_meta)
+    # bitsandbytes keeps scales in objects of its own.
+    for state in (getattr(module._parameters.get("weight"), "quant_state", None), getattr(module, "state", None)):
+        scales = (getattr(state, name, None) for name in BITSANDBYTES_SCALES)
+        yield from (scale for scale in scales if isinstance(scale, Tensor))
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor itself, or the parts of a composed one: data and scales."""
+    # PyTorch's protocol of tensor subclasses: the names of the attributes that hold the inner tensors come first.
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):
+            yield from _plain(part)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """The weight of a linear layer. nbytes: as loaded. stored: in the number format of its file. is_held: in memory.
-    is_packed: by an engine. is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
+    is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
     """
 
     name: str
@@ -128,7 +167,6 @@ class _Matrix:
     nbytes: int
     stored: int
     is_held: bool
-    is_packed: bool
     is_tied: bool
     is_drafter: bool
 
@@ -146,13 +184,6 @@ def decoder_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> 
 def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
     """Return the bytes of linear weights in memory that packing frees: all that no embedding needs."""
     return sum(matrix.nbytes for matrix in _matrices(models) if matrix.is_held and not matrix.is_tied)
-
-
-def unread_bytes(model: nn.Module, weights: EngineWeights, *, besides: nn.Module | None = None) -> int:
-    """Return the bytes, in an engine's format, of the weights that a model leaves to files and to the engine."""
-    found = _matrices([model] if besides is None else [besides, model])
-    own = [matrix for matrix in found if besides is None or matrix.is_drafter]
-    return sum(_bytes(matrix, weights) for matrix in own if not (matrix.is_held or matrix.is_packed))
 
 
 def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int) -> str:
@@ -193,10 +224,10 @@ def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
         weight = part.original[0] if isinstance(part, EngineLinear) else part.weight
         key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
-        stored = count * size if weight is None else _stored_bytes(weight)
-        held, packed = weight is None or not weight.is_meta, isinstance(part, EngineLinear)
-        is_drafter = model is not models[0]
-        found[key] = _Matrix(name, count, count * size, stored, held, packed, id(weight) in tied, is_drafter)
+        source = None if weight is None else source_of(weight)
+        stored = count * (size if source is None else source.itemsize)
+        is_tied, is_drafter = id(weight) in tied, model is not models[0]
+        found[key] = _Matrix(name, count, count * size, stored, source is None, is_tied, is_drafter)
     return [*found.values()]
 
 
@@ -210,14 +241,3 @@ def _bytes(matrix: _Matrix, weights: EngineWeights) -> int:
             return int(matrix.count * weights.blocks.bytes_of(matrix.name))  # type: ignore[union-attr]
         return matrix.stored
     return int(matrix.count * BYTES[kind])
-
-
-def _stored_bytes(weight: Tensor) -> int:
-    source = source_of(weight)
-    return weight.nbytes if source is None else weight.numel() * source.itemsize
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
-    if isinstance(module, EngineLinear):
-        yield from (*module.fused.kernel.tensors(), *(tensor for tensor in module.original if tensor is not None))

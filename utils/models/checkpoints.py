@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from utils.decode.generation_rules import GenerationRules
-from utils.decode.logit_drift import LogitDrift, max_rounding
+from utils.decode.logit_drift import largest_difference, max_rounding
 from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
@@ -142,7 +142,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
     texts = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=model.device) % vocabulary_size(model)
     with torch.no_grad():
         logits, others = model(input_ids=texts, use_cache=False).logits[:, :-1]
-    if LogitDrift.of([logits, others]).difference > max_rounding(logits):
+    if largest_difference(logits, others) > max_rounding(logits):
         raise UserError(
             f"'{name}' attends to later tokens, so it cannot generate text: use a causal or an encoder-decoder model."
         )

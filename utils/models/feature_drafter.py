@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,22 +95,6 @@ class StepwiseDrafter(FeatureDrafter):
         (1, H).
         """
         return state
-
-
-class CompiledEntries(Protocol):
-    """What an engine computes in place of a stepwise drafter's modules."""
-
-    def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
-        """As StepwiseDrafter.add_entries for few entries, with logits (1, V') over the draft vocabulary."""
-
-    def fused(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """As StepwiseDrafter.fuse_features for features (T, F). `fuse` computes it by the modules."""
-
-    def new_cache(self) -> Any:
-        """Return an empty cache for one run, or None for that of the modules."""
-
-    def prepare(self, first: int, last: int) -> None:
-        """Do what entries between these positions would do when they are first added."""
 
 
 class BlockDrafter(FeatureDrafter):

@@ -65,16 +65,6 @@ class Stored(NamedTuple):
     size: int
 
 
-class _Blocks(NamedTuple):
-    """Blocks of one type: values (B, weights of a block), scales and shifts (B, groups of a block)."""
-
-    values: Tensor
-    scales: Tensor
-    shifts: Tensor | None
-    bits: int
-    offset: int = 0
-
-
 class BlockIndex(NamedTuple):
     """The matrices of a file in the types of UNPACKERS, by the names of layers. `architecture` is as in the file."""
 
@@ -188,24 +178,13 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     form = UNPACKERS[kind]
     # A few rows at a time, because unpacking needs several times the memory of its result.
     some = max(1, UNPACKED_BYTES // max(1, data.shape[1]))
-    parts = [_unpacked_rows(form, data[start : start + some]) for start in range(0, len(data), some)]
-    if len(parts) == 1:
-        return parts[0]
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    shifts = None if parts[0].shifts is None else joined("shifts")
-    return replace(parts[0], values=joined("values"), scales=joined("scales"), shifts=shifts)
+    first, *others = (_unpacked_rows(form, data[start : start + some]) for start in range(0, len(data), some))
+    return first.map(lambda *parts: torch.cat(parts), *others) if others else first
 
 
 def _unpacked_rows(form: _Type, data: np.ndarray) -> BlockWeight:
-    rows = len(data)
     blocks = form.unpack(torch.from_numpy(data).view(-1, form.size))
-    values = blocks.values.view(rows, -1)
-    shifts = None if blocks.shifts is None else blocks.shifts.reshape(rows, -1)
-    scales = blocks.scales.reshape(rows, -1)
-    return BlockWeight(values, scales, shifts, values.shape[1] // scales.shape[1], blocks.bits, blocks.offset)
+    return blocks.map(lambda part: part.reshape(len(data), -1))
 
 
 def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -> BlockWeight:
@@ -217,8 +196,7 @@ def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -
     def reordered(part: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(processor.process(part.numpy(), name=name).weights))
 
-    shifts = None if block.shifts is None else reordered(block.shifts)
-    return replace(block, values=reordered(block.values), scales=reordered(block.scales), shifts=shifts)
+    return block.map(reordered)
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -234,25 +212,25 @@ def _fields(data: Tensor, width: int, bits: int) -> Tensor:
     return (data.reshape(len(data), -1, 1, width) >> shifts & (1 << bits) - 1).flatten(1, 2)
 
 
-def _q4_0(blocks: Tensor) -> _Blocks:
-    return _Blocks(_fields(blocks[:, 2:], 16, 4).flatten(1), _halves(blocks, 0), None, 4, offset=-8)
+def _q4_0(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_fields(blocks[:, 2:], 16, 4).flatten(1), _halves(blocks, 0), None, 32, bits=4, offset=-8)
 
 
-def _q4_1(blocks: Tensor) -> _Blocks:
-    return _Blocks(_fields(blocks[:, 4:], 16, 4).flatten(1), _halves(blocks, 0), _halves(blocks, 2), 4)
+def _q4_1(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_fields(blocks[:, 4:], 16, 4).flatten(1), _halves(blocks, 0), _halves(blocks, 2), 32, bits=4)
 
 
-def _q8_0(blocks: Tensor) -> _Blocks:
-    return _Blocks(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0), None, 8)
+def _q8_0(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0), None, 32, bits=8)
 
 
-def _q4_k(blocks: Tensor) -> _Blocks:
-    return _Blocks(_fields(blocks[:, 16:], 32, 4).flatten(1), *_k_scales(blocks), 4)
+def _q4_k(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_fields(blocks[:, 16:], 32, 4).flatten(1), *_k_scales(blocks), 32, bits=4)
 
 
-def _q5_k(blocks: Tensor) -> _Blocks:
+def _q5_k(blocks: Tensor) -> BlockWeight:
     low, high = _fields(blocks[:, 48:], 32, 4), _fields(blocks[:, 16:48], 32, 1)
-    return _Blocks((low | high << 4).flatten(1), *_k_scales(blocks), 5)
+    return BlockWeight((low | high << 4).flatten(1), *_k_scales(blocks), 32, bits=5)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,18 +241,18 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _halves(blocks, 0).float() * scales, -_halves(blocks, 2).float() * minimums
 
 
-def _q6_k(blocks: Tensor) -> _Blocks:
+def _q6_k(blocks: Tensor) -> BlockWeight:
     low, high = _fields(blocks[:, :128], 64, 4).reshape(-1, 8, 32), _fields(blocks[:, 128:192], 32, 2)
     scales = _halves(blocks, 208).float() * blocks[:, 192:208].contiguous().view(torch.int8)
-    return _Blocks(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 6)
+    return BlockWeight(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 16, bits=6)
 
 
 class _Type(NamedTuple):
-    """A type of tensors. size: bytes of a block in the file. halves: where its float16 numbers begin. held: bytes for
-    each weight in an engine.
+    """A type of tensors. unpack: its blocks (B, size) as weights (B, weights of a block). size: bytes of a block in the
+    file. halves: where its float16 numbers begin. held: bytes for each weight in an engine.
     """
 
-    unpack: Callable[[Tensor], _Blocks]
+    unpack: Callable[[Tensor], BlockWeight]
     size: int
     halves: tuple[int, ...]
     held: float

@@ -1,4 +1,4 @@
-"""Where models are loaded and in which number format, whether they fit into memory, and what they take afterwards.
+"""Where models are loaded and in which number format, and whether they fit into memory.
 
 Linux promises memory freely and then kills the program in the middle of a load. So the weights are counted first, and
 a model that does not fit is refused together with a smaller form that does.
@@ -7,17 +7,15 @@ a model that does not fit is refused together with a smaller form that does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from torch import Tensor, nn
 
 from utils.bounds import check_device
-from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import BYTES
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
@@ -31,7 +29,6 @@ PACKED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bytes per weight if quantized while loading. optimum-quanto quantizes a model that is loaded completely.
 QUANTIZED_ON_LOADING = {"bnb-int8": 1.0, "nf4": 0.5}
 MARGIN = 0.25  # share of its weights that a model needs besides them, roughly
-BITSANDBYTES_SCALES = ("absmax", "code", "SCB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,43 +158,3 @@ def _remedy(counts: Mapping[str, int], device: str, *, in_files: bool, smaller: 
     # Drafters, keys and values need memory as well.
     fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size * (1 + MARGIN) <= free]
     return f"use {' or '.join(fitting)}" if fitting else "use a smaller model, or a different --device"
-
-
-def stored_bytes(model: nn.Module, *, besides: nn.Module | None = None) -> int:
-    """Bytes of all parameters, buffers, kernels and scales, except those of `besides`. Shared memory counts once."""
-    excluded = set() if besides is None else set(_sizes(besides))
-    return sum(size for address, size in _sizes(model).items() if address not in excluded)
-
-
-def _sizes(model: nn.Module) -> dict[tuple[str, int], int]:
-    """Bytes of the model's tensors by device and address."""
-    sizes: dict[tuple[str, int], int] = {}
-    for tensor in (plain for module in model.modules() for held in _tensors(module) for plain in _plain(held)):
-        if tensor.is_meta:  # an engine holds the weight
-            continue
-        # No address where oneDNN has its own layout, and 0 where accelerate keeps the data elsewhere until it is used.
-        key = (str(tensor.device), (0 if tensor.is_mkldnn else tensor.data_ptr()) or id(tensor))
-        # Tensors at one address may be views of different lengths.
-        sizes[key] = max(tensor.nbytes, sizes.get(key, 0))
-    return sizes
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
-    if isinstance(module, EngineLinear):
-        yield from (*module.fused.kernel.tensors(), *(tensor for tensor in module.original if tensor is not None))
-    # bitsandbytes keeps scales in objects of its own.
-    for state in (getattr(module._parameters.get("weight"), "quant_state", None), getattr(module, "state", None)):
-        scales = (getattr(state, name, None) for name in BITSANDBYTES_SCALES)
-        yield from (scale for scale in scales if isinstance(scale, Tensor))
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself, or the parts of a composed one: data and scales."""
-    # PyTorch's protocol of tensor subclasses: the names of the attributes that hold the inner tensors come first.
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(part := getattr(tensor, name), Tensor):
-            yield from _plain(part)

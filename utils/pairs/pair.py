@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
+from utils.engine.weight_format import tensor_bytes
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
-from utils.models.memory import stored_bytes
 from utils.pairs.request import PairRequest
 from utils.prompts.conversation import has_chat_template, prompt_ids
 from utils.text import byte_size
@@ -206,15 +206,14 @@ class Pair:
     @property
     def memory(self) -> int:
         """Bytes of the target's weights as they are now."""
-        return stored_bytes(self.target) + self.engine.unread_bytes(self.target)
+        return tensor_bytes([self.target], in_files=True)
 
     @property
     def drafter_memory(self) -> int | None:
         """Bytes of the drafter's weights as they are now, without those that it shares with the target."""
         if self.drafter is None:
             return None
-        unread = self.engine.unread_bytes(self.drafter, besides=self.target)
-        return stored_bytes(self.drafter, besides=self.target) + unread
+        return tensor_bytes([self.drafter], besides=[self.target], in_files=True)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

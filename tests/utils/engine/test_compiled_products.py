@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products, machine_code
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
-from utils.engine.machine_code import has_feature
+from utils.engine.compiled_products import CompiledKernel
+from utils.engine.machine_code import cpu_features
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
@@ -164,7 +165,7 @@ def test_tiles_of_another_processor_have_the_same_bits(
     expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
     monkeypatch.setattr(compiled_products, "_tile_shapes", lambda kind: shapes)
     monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
-    if 6 in shapes.values() and has_feature("avx2"):
+    if 6 in shapes.values() and "avx2" in cpu_features():
         machine = older_processor()
         monkeypatch.setattr(machine_code, "_machine", lambda: machine)
     for weight, every in zip(weights, expected, strict=True):
@@ -223,6 +224,16 @@ def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
         assert found[3].isnan().all() and torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
 
 
+def columns(block: BlockWeight, first: int, last: int) -> BlockWeight:
+    """The inputs from `first` up to `last`, multiples of the group unless one group has all inputs."""
+    values = block.values[:, first:last]
+    if block.group == block.shape[1]:
+        return replace(block, values=values, group=last - first)
+    groups = slice(first // block.group, last // block.group)
+    shifts = None if block.shifts is None else block.shifts[:, groups]
+    return replace(block, values=values, scales=block.scales[:, groups], shifts=shifts)
+
+
 @pytest.mark.parametrize("sizes", [(32, 16, 48), (20, 7, 33)])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8, a scale per row", "4 bits, shifts"])
 def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ...]) -> None:
@@ -230,7 +241,7 @@ def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ..
     torch.manual_seed(5)
     whole, x = FORMS[name][0](sum(sizes), 192), torch.randn(9, 64)
     if isinstance(whole, BlockWeight):
-        whole = whole.columns(64, 128)
+        whole = columns(whole, 64, 128)
         ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         parts: list[Any] = [whole.rows(first, last) for first, last in pairwise(ends)]
     else:
@@ -242,15 +253,3 @@ def test_weights_below_each_other_are_one_weight(name: str, sizes: tuple[int, ..
     assert torch.equal(joined(x), alone(x))
     if isinstance(whole, Tensor):
         assert torch.equal(CompiledKernel([whole.T.contiguous().T], bias)(x), alone(x))
-
-
-def test_kernels_in_different_forms_are_joined() -> None:
-    torch.manual_seed(4)
-    kernels = [
-        CompiledKernel([torch.randn(20, 64)], torch.randn(20)),
-        CompiledKernel([round_int8(torch.randn(7, 64))], None),
-    ]
-    joined, x = JoinedKernels(kernels), torch.randn(2, 3, 64)
-    assert torch.equal(joined(x), torch.cat([kernel(x) for kernel in kernels], dim=-1)) and joined.inputs == 64
-    assert torch.equal(joined.weight(), torch.cat([kernel.weight() for kernel in kernels]))
-    assert {id(part) for part in joined.tensors()} == {id(part) for kernel in kernels for part in kernel.tensors()}

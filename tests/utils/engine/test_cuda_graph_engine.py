@@ -19,7 +19,7 @@ from utils.engine import Engine, cuda_graph, graph_cache, graph_decoder, selftes
 from utils.engine.cuda_graph import CudaGraphEngine
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.invariant import InvariantEngine
-from utils.engine.layer_engine import BIT_IDENTICAL, NO_PROMISE
+from utils.engine.layer_engine import BIT_IDENTICAL, NO_PROMISE, install_with_fallback
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -117,7 +117,7 @@ def test_the_self_test_notices_wrong_attention_over_many_keys(monkeypatch: pytes
     monkeypatch.setattr(graph_decoder, "_attended_by_products", wrong)
     engine = OnCpu([MODELS["llama"]()], [], EngineWeights())
     said: list[str] = []
-    assert engine.install(said.append) == "" and not engine.has_own_forward
+    assert install_with_fallback(engine, said.append) == "" and not engine.has_own_forward
     assert any("in long buffers" in text for text in said)
 
 
@@ -173,7 +173,7 @@ def test_a_promise_of_a_few_layers_that_the_whole_model_does_not_keep(monkeypatc
 
 
 def test_the_invariant_engine_is_for_models_on_a_cpu() -> None:
-    assert "on CPUs only" in InvariantEngine([tiny_llama().to("meta")], [], EngineWeights()).unsupported()
+    assert "needs a model on cpu" in InvariantEngine([tiny_llama().to("meta")], [], EngineWeights()).unsupported()
 
 
 def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_an_engine_that_fails_leaves_the_plain_one(monkeypatch: pytest.MonkeyPat
     assert engine.state.kind == "plain" and "forward" not in vars(model)
 
 
-UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "it is on cpu")]
+UNSUPPORTED = [(tiny_t5, "encoder-decoder"), (tiny_mamba, "neither full nor sliding"), (tiny_llama, "one is on cpu")]
 
 
 @pytest.mark.parametrize(("model", "reason"), UNSUPPORTED)

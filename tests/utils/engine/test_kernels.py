@@ -1,14 +1,14 @@
 """Kernels of linear layers: the form in which weights are held, padded rows, and layers that share an input."""
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tiny import tiny_llama
 from torch import Tensor, nn
 
-from utils.engine.compiled_products import CompiledKernel, JoinedKernels
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.invariant import BLOCK_ROWS, BlockedKernel, CompiledBuilder
 from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
@@ -67,8 +67,8 @@ def test_values_of_bfloat16_are_held_in_two_bytes() -> None:
     for weight, kind in ((exact, "float32"), (rounded, "bfloat16"), (almost, "float32")):
         model: Any = tiny_llama()
         model.lm_head = linear(weight)
-        kernel: Any = CompiledBuilder(EngineWeights(), [model])([model.lm_head])
-        assert kernel.form.kind == kind and torch.equal(kernel.weight(), weight)
+        (kernel,) = CompiledBuilder(EngineWeights(), [model])([model.lm_head])
+        assert cast(CompiledKernel, kernel).form.kind == kind and torch.equal(kernel.weight(), weight)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -82,21 +82,24 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 def test_layers_with_the_same_input_are_one_kernel_in_each_form(forms: str) -> None:
     torch.manual_seed(1)
     first, second, x = torch.randn(20, 64), torch.randn(7, 64), torch.randn(5, 64)
-    blocks, first_bias = {}, torch.randn(20)
+    blocks, biases = {}, (torch.randn(20), torch.randn(7))
     if forms == "of two kinds":  # Only one is in the file.
-        blocks = {"first": round_int4(first)}
+        blocks = {"gate_proj": round_int4(first)}
     elif forms == "of two widths":
-        blocks = {"first": round_int4(first), "second": eight_bits(second)}
+        blocks = {"gate_proj": round_int4(first), "up_proj": eight_bits(second)}
     weights = [
-        blocks[name].dense() if name in blocks else part for name, part in (("first", first), ("second", second))
+        blocks[name].dense() if name in blocks else part for name, part in (("gate_proj", first), ("up_proj", second))
     ]
-    layers = [linear(weights[0], first_bias), linear(weights[1])]
-    model: Any = nn.ModuleDict(dict(zip(("first", "second"), layers, strict=True)))
+    layers = [linear(*parts) for parts in zip(weights, biases, strict=True)]
+    model: Any = nn.ModuleDict(dict(zip(("gate_proj", "up_proj"), layers, strict=True)))
     model.get_output_embeddings = lambda: nn.Embedding(1, 1)
-    kernel = CompiledBuilder(EngineWeights("gguf", blocks), [model])(layers)
-    assert type(kernel) is (CompiledKernel if forms == "equal" else JoinedKernels)
-    exact = torch.cat([layer(x) for layer in layers], dim=-1)
-    assert torch.allclose(kernel(x), exact, atol=1e-4) and torch.equal(kernel.weight(), torch.cat(weights))
+    exact = [layer(x) for layer in layers]
+    swap_linears([model], CompiledBuilder(EngineWeights("gguf", blocks), [model]), unreported)
+    assert len({part.fused for part in model.children()}) == (1 if forms == "equal" else 2)
+    assert all(torch.allclose(part(x), own, atol=1e-4) for part, own in zip(model.children(), exact, strict=True))
+    assert all(torch.equal(part.weight, own) for part, own in zip(model.children(), weights, strict=True))
+    restore_linears([model])
+    assert all(torch.equal(part.weight, own) for part, own in zip(model.children(), weights, strict=True))
 
 
 def test_blocks_that_are_not_the_weights_of_a_layer_are_not_used() -> None:

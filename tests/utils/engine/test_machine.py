@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from utils.engine import machine
-from utils.engine.machine import cpu_features, cpu_model, machine_facts
+from utils.engine.machine import cpu_model, machine_facts
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,6 @@ def test_the_facts_are_plain_values() -> None:
     facts = machine_facts()
     assert json.loads(json.dumps(facts)) == facts
     assert facts["memory"] > 0 and facts["threads"] >= 1 and isinstance(facts["gpus"], list)
-
-
-def test_the_instruction_sets_of_a_processor_are_known(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("model name : One\nflags : sse avx amx\n\nmodel name : One\nflags : sse\n")
-    assert cpu_features(file) == ["amx", "avx", "sse"] and cpu_features(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(("available", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])

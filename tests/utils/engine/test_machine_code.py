@@ -19,9 +19,8 @@ from utils.engine.machine_code import (
     WORKERS,
     Workers,
     compiled,
+    item_function,
     job_list,
-    new_function,
-    read_words,
     words,
 )
 
@@ -34,8 +33,7 @@ ULP = 2.0**-23
 def next_function() -> int:
     """next(arguments, item): target[item] += source[(item + 1) % size] + 1, each 1 added in so many rounds."""
     module = ir.Module("next")
-    code, (pointer, item) = new_function(module, "next", [POINTER, INT])
-    own = read_words(code, pointer, NEXT)
+    code, own, item = item_function(module, "next", NEXT)
     other = code.urem(code.add(item, INT(1)), own["size"])
     value = code.load(code.at(own["source"], other, INT), typ=INT)
     before = code.load(code.at(own["target"], item, INT), typ=INT)
@@ -140,8 +138,7 @@ def test_two_python_threads_run_jobs_at_the_same_time() -> None:
 def exp_function() -> int:
     """exp(arguments, item): of LANES floats as a vector, and of the same ones alone."""
     module = ir.Module("exp")
-    code, (pointer, item) = new_function(module, "exp", [POINTER, INT])
-    own = read_words(code, pointer, {"x": POINTER, "out": POINTER, "alone": POINTER})
+    code, own, item = item_function(module, "exp", {"x": POINTER, "out": POINTER, "alone": POINTER})
     place = code.mul(item, INT(LANES))
     x = code.load(code.at(own["x"], place), typ=ir.VectorType(FLOAT, LANES), align=4)
     code.store(code.exp(x), code.at(own["out"], place), align=4)

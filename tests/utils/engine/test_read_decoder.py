@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -196,13 +195,6 @@ class QuantizedTensor(Tensor):
     """A tensor whose operations may mean something else."""
 
 
-def with_attribute(name: str, path: str, **changes: Any) -> Any:
-    model = tiny_model(name)
-    for attribute, value in changes.items():
-        setattr(model.get_submodule(path) if path else model.config, attribute, value)
-    return model
-
-
 def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0} | fields}
 
@@ -237,11 +229,6 @@ UNREADABLE: list[tuple[str, Callable[[], Any]]] = [
     ("model.layers.0.mlp", lambda: with_module("model.layers.0.mlp", type("LlamaMLP", (nn.Linear,), {})(96, 96))),
     ("LayerNorm", lambda: with_module("model.norm", nn.LayerNorm(96))),
     ("model.layers.0.mlp.up_proj.weight", lambda: with_module("model.layers.0.mlp.up_proj", nn.Linear(96, 32))),
-    ("number of layers", partial(with_attribute, "llama", "", num_hidden_layers=2)),
-    ("layer 0 is of the unknown type", partial(with_attribute, "qwen2", "", layer_types=["chunked_attention"] * 3)),
-    ("layer 0 has a sliding window", partial(with_attribute, "qwen2", "", sliding_window=None)),
-    ("numbers of heads", partial(with_attribute, "qwen2", "model.layers.1.self_attn", num_key_value_groups=1)),
-    ("norm of its rows", partial(with_attribute, "qwen2", "model.embed_tokens", max_norm=1.0)),
     ("lm_head.weight", lambda: with_parameter("lm_head.weight", nn.Parameter(QuantizedTensor(160, 96)))),
     ("lm_head.weight", lambda: with_parameter("lm_head.weight", nn.Parameter(torch.ones(160, 96).char(), False))),
     ("several devices", lambda: with_parameter("lm_head.weight", nn.Parameter(torch.ones(160, 96, device="meta")))),

@@ -15,7 +15,7 @@ from torch import nn
 from utils.bounds import QUANTIZATIONS
 from utils.decode.engine_forward import engine_forward
 from utils.engine.module_swap import EngineLinear
-from utils.models.memory import stored_bytes
+from utils.engine.weight_format import tensor_bytes
 from utils.pairs import pair as pairs
 from utils.text import byte_size
 
@@ -94,7 +94,7 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
         if isinstance(part, EngineLinear):
             part.fused.kernel._calls.clear()
     grown = sum(size for address, size in storages().items() if address not in before)
-    tables = sum(forward.rotary.nbytes() for forward in forwards)
+    tables = sum(forward.rotary.rows(0, 1).untyped_storage().nbytes() for forward in forwards)
     assert pair.memory == pytest.approx(grown - tables, rel=0.02, abs=5_000)
     assert byte_size(pair.memory) in pairs.describe_target(pair) and not pair.drafter_memory
 
@@ -120,7 +120,7 @@ def test_shared_memory_counts_once(tmp_path: Path) -> None:
         == pair.drafter_memory
         == sum(part.nbytes for part in (*pair.target.parameters(), *pair.target.buffers()))
     )
-    assert stored_bytes(pair.target, besides=pair.target) == 0
+    assert tensor_bytes([pair.target], besides=[pair.target], in_files=True) == 0
 
 
 def test_notes_on_texts(wide: Path) -> None:
