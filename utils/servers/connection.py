@@ -115,9 +115,8 @@ class ServerList:
             if self.connections.get(name) is not connection:
                 connection.close()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
-        for name in self.local.names():
-            if name not in self.connections:
-                self.local.stop(name)
+        for name in set(self.local.names()) - set(self.connections):
+            self.local.stop(name)
 
     def note_text(self, name: str, prompt: str, same: bool | None) -> None:
         """Remember whether the text for a prompt equals the baseline's. None means that they were not compared."""
@@ -137,8 +136,7 @@ class ServerList:
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:
         """Restart a local server in another way. If that fails, it stays in the list without running."""
-        if name in self.local.names():
-            self.local.stop(name)
+        self.local.stop(name)
         url = yield from self.local.start(name, launch)
         self.use([replace(one, url=url) if one.name == name else one for one in self.addresses])
 
