@@ -267,42 +267,9 @@ class RunWatcher(Protocol):
     def piece(self, piece: Piece) -> None: ...
 
 
-class Arm(Protocol):
-    """A local strategy or a server.
-
-    `name` is that of its row in tables, `title` and `colour` are those of its text. `strategy` is None for a server.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def colour(self) -> str: ...
-
-    @property
-    def strategy(self) -> Strategy | None: ...
-
-    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """Run a prompt that follows earlier turns. Ctrl-C ends the run, which is returned with
-        FinishReason.INTERRUPTED. Raises UserError without a complete answer.
-        """
-        ...
-
-
-class ComparedRun(NamedTuple):
-    """A run, its arm, and its comparison with its baseline's run."""
-
-    arm: Arm
-    run: Run
-    comparison: results.Comparison
-
-
 @dataclass(frozen=True, slots=True)
 class LocalArm:
-    """A strategy on the loaded models.
+    """A strategy on the loaded models. `name` is that of its row in tables, `title` and `colour` are those of its text.
 
     With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has its own, and only
     the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
@@ -327,7 +294,11 @@ class LocalArm:
         return self.strategy.colour
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """As Arm.run. Observers add a little time, so a run is observed only if it is watched."""
+        """Run a prompt that follows earlier turns. Ctrl-C ends the run, which is returned with
+        FinishReason.INTERRUPTED. Raises UserError without a complete answer.
+
+        Observers add a little time, so a run is observed only if it is watched.
+        """
         job = self.job
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
@@ -353,7 +324,10 @@ class LocalArm:
 
 @dataclass(frozen=True, slots=True)
 class ServerArm:
-    """A server. `pair` has the loaded models, or is None; `place` is the server's place in the list of servers."""
+    """A server, with the methods of a LocalArm.
+
+    `pair` has the loaded models, or is None; `place` is the server's place in the list of servers.
+    """
 
     connection: Connection
     pair: Pair | None = None
@@ -376,6 +350,17 @@ class ServerArm:
         make = request_maker(self.pair, text, settings, history)
         answer = self.connection.ask(make) if watch is None else self.connection.ask(make, watch.piece)
         return Run.of_server(self.connection.address, answer)
+
+
+Arm = LocalArm | ServerArm
+
+
+class ComparedRun(NamedTuple):
+    """A run, its arm, and its comparison with its baseline's run."""
+
+    arm: Arm
+    run: Run
+    comparison: results.Comparison
 
 
 def complete(run: Run) -> Run:
