@@ -13,7 +13,7 @@ draft, so drafts drawn from left to right have the distribution that they are dr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +47,12 @@ SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
 CAUSAL = ("is_causal", "causal", "causal_head")  # of z-lab, of vLLM and NeMo, and of JetSpec, in the order of vLLM
 UNLIMITED = 2**31  # positions of a window without an end
-FROM_ANCHOR = "sample_from_anchor"
 MOST_SLOTS = 1024  # published blocks have 7 to 16
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 CONFIDENCE = "confidence_head.proj.weight"
 # Of DFlash2: factors of the embedding and of the logits, and the limit of a soft cap.
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 VANILLA, GATED, RECURRENT = "vanilla", "gated", "rnn"
-MARKOV_KINDS = (VANILLA, GATED, RECURRENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,7 @@ class Tables:
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Apply to heads (T, heads, D)."""
-        rotated: Tensor = heads * self.cos[:, None] + rotate_half(heads) * self.sin[:, None]
-        return rotated
+        return cast(Tensor, heads * self.cos[:, None] + rotate_half(heads) * self.sin[:, None])
 
 
 def layer_pass(
@@ -112,8 +109,7 @@ def layer_pass(
     kept.crop(-len(states))
     states = states + leaving(attention.o_proj(attended))
     normed, leaving = entering(layer, "mlp_conv", layer.post_attention_layernorm(states))
-    output: Tensor = states + leaving(layer.mlp(normed))
-    return output
+    return states + leaving(layer.mlp(normed))
 
 
 def _heads(projected: Tensor, attention: Any) -> Tensor:
@@ -163,8 +159,7 @@ class MarkovHead(nn.Module):
 
     def before(self, token: int) -> Tensor:
         """What is known of a token: (1, R)."""
-        row: Tensor = self.markov_w1.weight[token : token + 1]
-        return row
+        return self.markov_w1.weight[token : token + 1]
 
     def bias(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the bias (1, V') of a draft after a token, and the memory (1, R) for the next draft.
@@ -179,25 +174,7 @@ class MarkovHead(nn.Module):
             gate, candidate, output = self.joint_proj(torch.cat([memory, known, state], dim=-1)).chunk(3, dim=-1)
             memory = torch.lerp(torch.tanh(candidate), memory, torch.sigmoid(gate))
             known = torch.tanh(output)
-        bias: Tensor = self.markov_w2(known)
-        return bias, memory
-
-
-class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size, 1)
-
-    @property
-    def size(self) -> int:
-        """How many numbers it reads."""
-        return self.proj.in_features
-
-    def forward(self, known: Tensor) -> float:
-        """Return the probability for what is known of a draft: (1, size)."""
-        return float(torch.sigmoid(self.proj(known).float()).item())
+        return self.markov_w2(known), memory
 
 
 @dataclass(slots=True)
@@ -214,7 +191,8 @@ class BlockCache:
 class DFlash(BlockDrafter):
     """A DFlash drafter, with a Markov head or a confidence head a DSpark drafter, or with a selector a DFlash2 drafter.
 
-    `config` is that of its layers, with the target's vocabulary size.
+    `config` is that of its layers, with the target's vocabulary size. A confidence head gives the logit of the
+    probability that a draft is accepted.
     """
 
     embed_tokens: nn.Module
@@ -232,8 +210,9 @@ class DFlash(BlockDrafter):
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.markov_head = MarkovHead(checkpoint, hidden) if checkpoint.has(*MARKOV) else None
-        has_confidence = checkpoint.has(CONFIDENCE)
-        self.confidence_head = ConfidenceHead(checkpoint.shapes[CONFIDENCE][1]) if has_confidence else None
+        self.confidence_head: Any = None
+        if checkpoint.has(CONFIDENCE):
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(checkpoint.shapes[CONFIDENCE][1], 1)})
         self.candidate_selector, self.embedding_scale = None, 1.0
         if is_dflash2(checkpoint):
             add_convolutions(self.layers, checkpoint)
@@ -258,13 +237,11 @@ class DFlash(BlockDrafter):
         for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
             states = layer_pass(layer, states, context, tables, kept=kept, window=window)
         cache.states, cache.memories = self.norm(states)[-self.block_size :], []
-        logits: Tensor = self.lm_head(cache.states)
-        return logits
+        return cast(Tensor, self.lm_head(cache.states))
 
     def conditioned(self, logits: Tensor, index: int, previous: int, cache: BlockCache) -> Tensor:
         if self.candidate_selector is not None:
-            selected: Tensor = self.candidate_selector(logits, cache.states[index : index + 1], previous)
-            return selected
+            return cast(Tensor, self.candidate_selector(logits, cache.states[index : index + 1], previous))
         if self.markov_head is None:
             return logits
         memory = cache.memories[index - 1] if index else None
@@ -275,12 +252,11 @@ class DFlash(BlockDrafter):
     def confidence(self, index: int, previous: int, cache: BlockCache) -> float | None:
         if self.confidence_head is None:
             return None
-        known = cache.states[index : index + 1]
-        if self.confidence_head.size > known.shape[-1]:
+        known, head = cache.states[index : index + 1], self.confidence_head["proj"]
+        if head.in_features > known.shape[-1]:
             assert self.markov_head is not None
             known = torch.cat([known, self.markov_head.before(previous)], dim=-1)
-        probability: float = self.confidence_head(known)
-        return probability
+        return float(torch.sigmoid(head(known).float()).item())
 
 
 def is_dflash(checkpoint: DrafterCheckpoint) -> bool:
@@ -320,15 +296,15 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
         codes = len(selector.predecessor_codebook)
         if codes < head.size or head.rows.out_features > head.size or head.vocabulary is not None:
             raise misfit(checkpoint, f"its selector knows {codes} tokens, not {head.size}, or drafts a part of them")
-    inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
+    inputs = [drafter.config.hidden_size]
     if (markov := drafter.markov_head) is not None:
         tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features
         inputs.append(inputs[0] + markov.markov_w1.embedding_dim)
         if tokens < head.size or drafts != head.rows.out_features:
             known = f"{tokens} tokens and drafts {drafts}, not {head.size} and {head.rows.out_features}"
             raise misfit(checkpoint, f"its Markov head knows {known}")
-    if confidence is not None and confidence.size not in inputs:
-        raise misfit(checkpoint, f"its confidence head reads {confidence.size} numbers, not {inputs[-1]}")
+    if checkpoint.has(CONFIDENCE) and (read := checkpoint.shapes[CONFIDENCE][1]) not in inputs:
+        raise misfit(checkpoint, f"its confidence head reads {read} numbers, not {inputs[-1]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +332,7 @@ def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Bloc
 
 
 def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
-    declared = setting(checkpoint, FROM_ANCHOR)
+    declared = setting(checkpoint, "sample_from_anchor")
     return is_dspark(checkpoint) if declared is None else bool(declared)
 
 
@@ -384,12 +360,12 @@ def check_supported(checkpoint: DrafterCheckpoint) -> None:
         raise _unsupported(checkpoint, "has layers of Gemma")
 
 
-def markov_kind(checkpoint: DrafterCheckpoint) -> str | None:
-    """The declared kind of the Markov head, None if none is declared. Raises UserError for an unknown one."""
-    kind = setting(checkpoint, "markov_head_type")
-    if kind is None or str(kind).lower() in MARKOV_KINDS:
-        return kind if kind is None else str(kind).lower()
-    raise _unsupported(checkpoint, f"has a Markov head of the kind {kind}")
+def markov_kind(checkpoint: DrafterCheckpoint) -> str:
+    """The declared kind of the Markov head, or empty. Raises UserError for an unknown one."""
+    kind = str(setting(checkpoint, "markov_head_type") or "").lower()
+    if kind not in ("", VANILLA, GATED, RECURRENT):
+        raise _unsupported(checkpoint, f"has a Markov head of the kind {kind}")
+    return kind
 
 
 def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:
