@@ -132,7 +132,7 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
         new_session=partial(job.session, "target"),
         decoding=job.decoding,
         width=settings.max_drafts + 1,  # the drafts and one more row
-        own_noise=strategy.draft_has_probs and settings.verify != "coupled",
+        own_noise=strategy.kind.has_probs and settings.verify != "coupled",
         coarse=depends_on_width(job.pair),
     )
     return explain(case, rounding)

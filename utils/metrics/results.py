@@ -312,7 +312,8 @@ def collect(
 ) -> Generation:
     """Drain a decoder. Ctrl-C ends the run: earlier steps are returned with FinishReason.INTERRUPTED.
 
-    `watch` receives each step, its timing and its traces. `stopwatch` and `tracer` are those that wrap the decoder's drafter and target.
+    `watch` receives each step, its timing and its traces. `stopwatch` and `tracer` are those that wrap the decoder's
+    drafter and target.
     """
     made: list[Step] = []
     timings: list[RoundTiming] = []

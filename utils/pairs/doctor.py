@@ -52,6 +52,7 @@ CHANGED = {
 READINGS = "readings.json"  # the readings found, in the cache folder
 COMMAND = "/pair doctor"
 INTERRUPTED = f"The drafter is read as its files declare: its examination was interrupted ({COMMAND} repeats it)."
+EARLIER = f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +275,7 @@ def settle_reading(pair: Pair, prompt: Callable[[], list[int]]) -> str:
     if file is not None and (entry := file.get(pair.engine.identity)) is not None:
         with suppress(TypeError):  # of a version with other conventions
             before, drafter.conventions = drafter.conventions, Conventions(**entry)
-            if drafter.conventions == before:
-                return ""
-            return (
-                f"The drafter is read as an earlier examination found, not as its files declare ({COMMAND} repeats it)."
-            )
+            return "" if drafter.conventions == before else EARLIER
     if not drafter.is_ambiguous:
         return ""
     try:
