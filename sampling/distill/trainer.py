@@ -213,7 +213,6 @@ class Trainer:
         self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
-        """Train on the next batch."""
         page = self._batch()
         with autocast_for(self._lm_head):
             loss = distillation_loss(self.student, page, self._lm_head, self._plan.steps)
@@ -232,7 +231,6 @@ class Trainer:
         self.is_consistent = True
 
     def save(self, folder: Path) -> None:
-        """Write the weights, the optimizers' states and the step number."""
         tensors = {f"weights.{name}": part.contiguous() for name, part in self.student.head.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, state in optimizer.state_dict()["state"].items():

@@ -43,7 +43,6 @@ class ThroughputEstimate:
         self.gain = 0.0  # decode steps that drafts have saved in the whole run; negative if they have lost time
 
     def add(self, tokens: int, time: float) -> None:
-        """Add a round."""
         self._tokens, self._time = DECAY * self._tokens + tokens, DECAY * self._time + time
         self.gain += tokens - time
 

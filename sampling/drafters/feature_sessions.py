@@ -53,7 +53,6 @@ class FeatureSession(ABC):
         return None
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """Start a run."""
         self._reset()
         return list(prompt)
 
@@ -168,7 +167,6 @@ class BlockSession(FeatureSession):
 
 
 def feature_session(model: FeatureDrafter) -> FeatureSession:
-    """A session of a drafter that reads hidden states."""
     if isinstance(model, BlockDrafter):
         return BlockSession(model)
     assert isinstance(model, StepwiseDrafter)

@@ -90,7 +90,6 @@ class MaskedSession:
         self._block: tuple[int, Tensor] | None = None  # context length, and logits (K, V) of what follows
 
     def begin(self, prompt: list[int]) -> list[int]:
-        """Start a run."""
         self._block = None
         return self._session.begin(prompt)
 

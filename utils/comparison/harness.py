@@ -273,7 +273,6 @@ class Harness:
         return conversations.history(arm.name, self.baseline.name) if settings.keeps_conversation else ()
 
     def _prepared(self, text: str, settings: Settings, arms: Sequence[LocalArm]) -> list[LocalArm]:
-        """The arms with jobs for this prompt."""
         histories = [self._history(arm, settings) for arm in arms]
         # Strategies mostly share a history: each different one is rendered and tokenized once.
         ids = {history: self.prompt_ids(text, settings, history) for history in dict.fromkeys(histories)}

@@ -75,7 +75,6 @@ class Job:
 
     @property
     def decoding(self) -> Decoding:
-        """The decoding parameters."""
         noise = Noise(self.settings.seed, self.turn)
         processor = self.settings.processor
         sampler = PROCESSORS[processor.name](*processor.arguments)
@@ -108,7 +107,6 @@ class Job:
         return drafter_kind(self.drafter).build(self.drafter_inputs())
 
     def drafter_inputs(self) -> DrafterInputs:
-        """The inputs from which this job's drafter is built."""
         settings = self.settings
         return DrafterInputs(
             kind=self.drafter,
@@ -126,7 +124,6 @@ class Job:
         )
 
     def observed(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
-        """The drafter and the target's session under the observers."""
         # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
         if self.stopwatch is not None:
             drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
@@ -171,7 +168,6 @@ class Strategy:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the others are compared with it."""
         return self.name == "target"
 
     @property

@@ -385,7 +385,6 @@ def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int, highest: int) 
 
 
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
-    """The hidden states that the drafter reads."""
     count, states = layer_count(target), setting(checkpoint, "aux_hidden_state_layer_ids")
     outputs = setting(checkpoint, "target_layer_ids")
     if states:

@@ -79,7 +79,6 @@ class CandidateSelector(nn.Module):
 
 
 def is_dflash2(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether its tensors have the parts of DFlash2."""
     return checkpoint.has("fc.weight", "hidden_norm.weight", PREDECESSORS, f"layers.0.{CONVOLUTIONS[0]}.base_kernel")
 
 

@@ -176,7 +176,6 @@ def can_be_stored(drafter: Eagle3) -> bool:
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
-    """The content of config.json."""
     conventions, count, layer = drafter.conventions, drafter.target_layers, _layer_config(drafter)
     ids = [count if number in (-1, count + 1) else number for number in conventions.feature_layers]
     return _sglang_keys(drafter, layer, ids) | {

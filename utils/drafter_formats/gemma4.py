@@ -162,7 +162,6 @@ class Gemma4Assistant(StepwiseDrafter):
 
 
 def is_gemma4_assistant(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether a checkpoint's config says that it is an assistant."""
     return checkpoint.config.get("model_type") in ASSISTANTS
 
 
@@ -187,7 +186,6 @@ def load_gemma4_assistant(checkpoint: DrafterCheckpoint, target: PreTrainedModel
 
 
 def _configs(checkpoint: DrafterCheckpoint) -> tuple[Any, Gemma4AssistantConfig]:
-    """The configs of the layers and of the whole."""
     text = dict(checkpoint.config["text_config"])
     for key in ("model_type", "num_kv_shared_layers"):
         text.pop(key, None)

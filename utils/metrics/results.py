@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified
+from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified, matching_prefix
 from utils.decode.session import TargetSession
 from utils.decode.steps import FinishReason, Step, by_position
 
@@ -350,10 +350,8 @@ def pooled(runs: Iterable[Generation]) -> Generation:
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """The index of the first difference, or None if both are equal. If one is a prefix of the other, its length."""
-    for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):
-        if left != right:
-            return index
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+    same = matching_prefix(ours, theirs)
+    return None if same == len(ours) == len(theirs) else same
 
 
 COPIED_TOKENS = 4  # a token is copied if it ends this many tokens that the text before it contains, too

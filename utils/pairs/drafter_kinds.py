@@ -130,7 +130,6 @@ class DrafterKind:
 
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
-    """The pair's drafter of any kind."""
     pair = inputs.pair
     # A head has no session: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
@@ -151,7 +150,6 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
 
 
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
-    """A drafter that reads hidden states."""
     session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
     adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size)
     drafter = HeadDrafter(

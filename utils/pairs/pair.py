@@ -218,7 +218,6 @@ class Pair:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads, if any."""
         return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.decode.drafts import matching_prefix
 from utils.decode.model_info import vocabulary_size
 from utils.errors import ContextOverflow, UserError
 from utils.models.load_errors import first_line
@@ -72,12 +73,8 @@ def turns_from_messages(messages: Sequence[Message]) -> Turns:
 
 def diverging_turn(ours: Turns, theirs: Turns) -> int:
     """The number, from 1, of the first turn before which two different conversations differ."""
-    shared = next(
-        (index for index, (own, other) in enumerate(zip(ours, theirs, strict=False)) if own != other),
-        min(len(ours), len(theirs)),
-    )
-    # Turn shared + 1 itself differs, after an equal history. The next one is the first with a different history.
-    return shared + 2
+    # The turn after the equal ones differs itself, after an equal history. The next one has a different history.
+    return matching_prefix(ours, theirs) + 2
 
 
 def with_reset_hint(error: Exception, turns: Turns) -> Exception:

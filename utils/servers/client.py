@@ -110,7 +110,6 @@ class ServerClient:
             return None
 
     def get_text(self, path: str) -> str | None:
-        """The text of a page, or None if the page does not exist."""
         page = self._page(path)
         return None if page is None else page.decode("utf-8", "replace")
 
