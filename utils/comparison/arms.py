@@ -21,7 +21,7 @@ from utils.metrics import results
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
-from utils.prompts.conversation import Turns, prompt_ids, to_messages
+from utils.prompts.conversation import Turns, conversation_messages, prompt_ids
 from utils.prompts.request_fields import SENT, request_messages
 from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.client import ServerClient
@@ -302,7 +302,8 @@ class LocalArm:
         job = self.job
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
-            job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
+            storage, caches = empty_storage(settings, self.pair), DrafterCaches(cut_models=self.cut_models)
+            job = Job(ids, self.pair, settings, storage, caches=caches, history=history)
         last, bound = len(job.prompt) + settings.length, context_length(job.pair.target)
         last = last if bound is None else min(last, bound)
         prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), last)
@@ -370,14 +371,6 @@ def complete(run: Run) -> Run:
     return run
 
 
-def new_job(
-    prompt: list[int], pair: Pair, settings: Settings, history: Turns = (), *, cut_models: dict[Any, Any]
-) -> Job:
-    """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
-    storage = empty_storage(settings, pair)
-    return Job(prompt, pair, settings, storage, caches=DrafterCaches(cut_models=cut_models), history=history)
-
-
 def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
     spec, vocabulary = settings.ngram_storage, 1 if pair is None else vocabulary_size(pair.target)
     return STORAGES[spec.kind](spec.order, vocabulary, settings.ngram_limit)
@@ -400,9 +393,8 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     if not text:
         raise UserError(NO_TEXT)
     processor = settings.processor
-    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     fields = json.loads(settings.request or "{}")
-    messages = request_messages([*system, *to_messages(history), {"role": "user", "content": text}], fields)
+    messages = request_messages(conversation_messages(text, settings.system, history), fields)
     further = {name: fields[name] for name in SENT if name in fields}
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:

@@ -20,7 +20,6 @@ from utils.comparison.arms import (
     compare_run,
     empty_storage,
     ids_of,
-    new_job,
 )
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.comparison.training import Training
@@ -330,7 +329,8 @@ class Harness:
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
-        return new_job(prompt, self.pair, settings, history, cut_models=self.state.caches.cut_models)
+        caches = DrafterCaches(cut_models=self.state.caches.cut_models)
+        return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
 
 
 def comparable_servers(harness: Harness) -> list[Connection]:

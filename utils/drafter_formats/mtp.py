@@ -137,28 +137,16 @@ LAYOUTS = (
     Layout(
         r"layers\.\d+\.",
         "eh_proj.weight",
-        {
-            "enorm.": "layer.enorm.",
-            "hnorm.": "layer.hnorm.",
-            "eh_proj.": "layer.eh_proj.",
-            "shared_head.norm.": "norm.",
-            "shared_head.head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-        },
+        {name: f"layer.{name}" for name in ("enorm.", "hnorm.", "eh_proj.")}
+        | {"shared_head.norm.": "norm.", "shared_head.head.": "lm_head.", "embed_tokens.": "embed_tokens."},
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     ),
     Layout(
         r"mtp\.",
         "fc.weight",
-        {
-            "pre_fc_norm_embedding.": "layer.enorm.",
-            "pre_fc_norm_hidden.": "layer.hnorm.",
-            "fc.": "layer.eh_proj.",
-            "norm.": "norm.",
-            "lm_head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-            "layers.0.": BLOCK,
-        },
+        {"pre_fc_norm_embedding.": "layer.enorm.", "pre_fc_norm_hidden.": "layer.hnorm.", "fc.": "layer.eh_proj."}
+        | {name: name for name in ("norm.", "lm_head.", "embed_tokens.")}
+        | {"layers.0.": BLOCK},
         ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
     ),
 )

@@ -90,11 +90,10 @@ class LoadedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """How the drafter is loaded once its target is there, and its files, or whether they are the target's own."""
+    """How the drafter is loaded once its target is there, and its files besides the target's."""
 
     load: Callable[[LoadedTarget], LoadedDrafter]
     files: Sequence[Path] = ()
-    in_target: bool = False
 
 
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
@@ -111,7 +110,7 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     where = Placement(device, dtype, report, may_spread, request.engine_weights)
     source = _located(resolved, report)
     plan = plan_drafter(resolved, where, source)  # before the target is loaded, so that mistakes are reported early
-    target = _load_target(source, resolved, where, reads_rest=plan.in_target)
+    target = _load_target(source, resolved, where)
     drafter = plan.load(target)
     with explained_errors(target.name), quiet():
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest again.
@@ -142,8 +141,8 @@ def _located(request: PairRequest, report: Reporter) -> Source:
     return locate(request.target, report)
 
 
-def _load_target(source: Source, request: PairRequest, where: Placement, *, reads_rest: bool = False) -> LoadedTarget:
-    model, read, blocks = _read(source, request.quantize, where, reads_rest=reads_rest)
+def _load_target(source: Source, request: PairRequest, where: Placement) -> LoadedTarget:
+    model, read, blocks = _read(source, request.quantize, where, reads_rest=request.drafter == MTP)
     tokenizer = load_tokenizer(source) if read is None else read  # says that there is none
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
@@ -235,8 +234,7 @@ def plan_drafter(request: PairRequest, where: Placement, target: Source) -> Draf
     if drafter == MTP:
         checkpoint = _own_layers(target)
         check_shared(request, SHARED.format(MTP_FORMAT.name))
-        load = partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name)
-        return DrafterPlan(load, in_target=True)
+        return DrafterPlan(partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name))
     check_quantization(request.drafter_quantize, where.device)
     if drafter == HEAD and request.target != EMBEDDED:
         raise UserError(

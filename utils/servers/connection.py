@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from utils.errors import UserError
+from utils.errors import UserError, check_choice
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
@@ -100,6 +100,13 @@ class ServerList:
     @property
     def addresses(self) -> tuple[ServerAddress, ...]:
         return tuple(connection.address for connection in self)
+
+    def named(self, words: Sequence[str], example: str) -> Connection:
+        """The server whose name is the first word of a command. Raises UserError if there is none."""
+        if not words:
+            names = ", ".join(self.connections) or "none"
+            raise UserError(f"which server? This session has {names}; for example {example}.")
+        return self.connections[check_choice(words[0], tuple(self.connections), "server")]
 
     def use(self, addresses: Sequence[ServerAddress]) -> None:
         """Use these servers from now on. Servers that stay keep their connections, and local ones that are missing are
