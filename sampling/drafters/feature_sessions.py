@@ -106,15 +106,11 @@ class HeadSession(FeatureSession):
             tokens = self._tokens_after(context, self._cached + len(states))
             # As for the target: a prompt is read by the same operations in every run, which may be faster ones.
             with prefill_pass(len(tokens) > MAX_WIDTH):
-                for part in zip(states.split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
-                    self._add_entries(*part)
+                for before, after in zip(states.split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
+                    self._state, self._logits = self.model.add_entries(before, after, self._cached, self._cache)
+                    self._cached += len(after)
         assert self._logits is not None
         return self._logits
-
-    def _add_entries(self, states: Tensor, tokens: Tensor) -> None:
-        """Extend the cache by states (T, H) and the tokens (T,) that follow."""
-        self._state, self._logits = self.model.add_entries(states, tokens, self._cached, self._cache)
-        self._cached += len(tokens)
 
     def _next_states(self) -> Tensor:
         """States (T, H) after the tokens from the last entry: from the target's features, or the drafter's own last
