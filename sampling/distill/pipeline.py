@@ -4,8 +4,6 @@ Everything finished is on disk: pages, checkpoints, time spent. An interruption 
 since the last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -5,8 +5,6 @@ A drafter in the EAGLE-3 format is unrolled over several drafts (arXiv 2503.0184
 at entry t uses its own state of step s - 1 at t and the true token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The loss is the cross entropy to the target over all steps of a draft. The accep
 Matrices are trained with Muon (Jordan et al. 2024, in torch.optim), which needs less text, and the rest with AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

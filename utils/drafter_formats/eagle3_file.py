@@ -4,8 +4,6 @@ If SGLang can compute the drafter, the keys that it reads are at the top of the 
 numbers hidden states as inputs of layers, and the last one, n, is the state before the final norm.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Drafters that look like models, but have a format that is not supported, are refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

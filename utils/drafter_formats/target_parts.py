@@ -4,8 +4,6 @@ and target.json, a sample of the target's weights beside a drafter that this pro
 A drafter of another target with the same sizes would give correct text and no speed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

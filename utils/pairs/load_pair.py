@@ -6,8 +6,6 @@ Options are checked before anything slow happens, and every failure is a UserErr
 up are left to the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Vocabularies are compared id by id, and context lengths, sizes and caches. The t
 draft, so an unsuitable drafter never changes the text. It only makes drafts useless, so the program reports it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

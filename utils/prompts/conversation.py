@@ -5,8 +5,6 @@ and those that end an answer, are read from the model and its chat template, nev
 template yields ids directly: rendering text and tokenizing it again would double the first token of many models.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
