@@ -69,13 +69,12 @@ def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: 
     # Both softmaxes then run over V', so the target is renormalised to what the student can draft.
     target_rows = lm_head[student.vocabulary]
     losses = []
-    for predictions in student.predictions(page, steps):
-        begin, count = predictions.position, predictions.states.shape[1]
+    for begin, states in enumerate(student.predictions(page, steps), start=2):
+        count = states.shape[1]
         generated = page.generated[:, begin : begin + count]
         # The hidden state at a token predicts the next token.
         target_states = last_hidden[:, begin - 1 : begin - 1 + count][generated]
-        states = predictions.states[generated]
-        losses.append(_soft_cross_entropy(states, predictions.rows, target_states, target_rows))
+        losses.append(_soft_cross_entropy(states[generated], student.rows, target_states, target_rows))
     weights = [STEP_DECAY**step for step in range(steps)]
     weighted = (weight * loss for weight, loss in zip(weights, losses, strict=True))
     return sum(weighted, start=lm_head.new_zeros((), dtype=torch.float32)) / sum(weights)
@@ -126,12 +125,12 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
     row, entry = page.answers[:, 2:].unfold(1, steps, 1).any(-1).nonzero(as_tuple=True)
     matching_prefix = torch.ones_like(row, dtype=torch.bool)
     temperatures = page.temperatures[row]
-    for step, predictions in enumerate(student.predictions(page, steps)):
-        position = entry + predictions.position
+    for step, predicted in enumerate(student.predictions(page, steps)):
+        position = entry + step + 2
         answers = page.answers[row, position]
         # The last feature is the input of the output head, so the target's logits need no forward pass.
         last_hidden = page.features[row, position - 1, -lm_head.shape[1] :].to(lm_head.dtype)
-        states, rows = (part.to(lm_head.dtype) for part in (predictions.states[row, entry], predictions.rows))
+        states, rows = (part.to(lm_head.dtype) for part in (predicted[row, entry], student.rows))
         matches, overlap = _compare((states, rows), (last_hidden, lm_head), student.vocabulary)
         greedy, sampled = answers & matching_prefix & (temperatures == 0), answers & (temperatures == 1)
         accepted = (matches & greedy).sum(), overlap[sampled].sum()

@@ -55,7 +55,7 @@ def test_drafting_computes_what_training_computed(known):
     features = features_of(target, tokens)
     page = TextPage(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
     student = Student(model, model.embed_tokens, model.lm_head.rows.weight, model.lm_head.vocabulary)
-    unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
+    unrolled = [states @ student.rows.T for states in student.predictions(page, 3)]
     model.config._attn_implementation = "row_invariant"
     session = HeadSession(model)
     session.begin(tokens[: known + 1])
