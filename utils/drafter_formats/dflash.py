@@ -84,34 +84,25 @@ class Window:
         return ((key >= begin) | (key >= 0)) & own
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Cosines and sines (T, D) of rotary positions."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __getitem__(self, rows: slice) -> Tables:
-        return Tables(self.cos[rows], self.sin[rows])
-
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Apply to heads (T, heads, D)."""
-        return cast(Tensor, heads * self.cos[:, None] + rotate_half(heads) * self.sin[:, None])
+def _rotated(heads: Tensor, tables: Tensor) -> Tensor:
+    """Heads (T, heads, D) at the positions of these cosines and sines (2, T, D)."""
+    cos, sin = tables[:, :, None]
+    return cast(Tensor, heads * cos + rotate_half(heads) * sin)
 
 
 def layer_pass(
-    layer: Any, states: Tensor, context: Tensor, tables: Tables, *, kept: GrowingLayer, window: Window | None
+    layer: Any, states: Tensor, context: Tensor, tables: Tensor, *, kept: GrowingLayer, window: Window | None
 ) -> Tensor:
     """Return states (B, H) of the slots after a layer with Qwen3's modules.
 
     `context` has states (T, H) of new positions before the block, whose keys and values are added to `kept`. `tables`
-    are those of these positions and of the block.
+    (2, T + B, D) are the cosines and sines of these positions and of the block.
     """
     attention, new = layer.self_attn, len(context)
     normed, leaving = entering(layer, "attention_conv", layer.input_layernorm(states))
-    _remember(attention, context, tables[:new], kept)
-    keys, values = _remember(attention, normed, tables[new:], kept)
-    queries = tables[new:].rotate(attention.q_norm(_heads(attention.q_proj(normed), attention)))
+    _remember(attention, context, tables[:, :new], kept)
+    keys, values = _remember(attention, normed, tables[:, new:], kept)
+    queries = _rotated(attention.q_norm(_heads(attention.q_proj(normed), attention)), tables[:, new:])
     attended = _attend(queries, keys, values, window)
     kept.crop(-len(states))
     states = states + leaving(attention.o_proj(attended))
@@ -124,9 +115,9 @@ def _heads(projected: Tensor, attention: Any) -> Tensor:
     return projected.view(len(projected), -1, attention.head_dim)
 
 
-def _remember(attention: Any, states: Tensor, tables: Tables, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
+def _remember(attention: Any, states: Tensor, tables: Tensor, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
     """Append keys and values of states (T, H), and return all of them: (1, groups, K, D)."""
-    keys = tables.rotate(attention.k_norm(_heads(attention.k_proj(states), attention)))
+    keys = _rotated(attention.k_norm(_heads(attention.k_proj(states), attention)), tables)
     values = _heads(attention.v_proj(states), attention)
     return kept.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
 
@@ -297,7 +288,7 @@ class DFlash(BlockDrafter):
         slots[0] = tokens[-1]
         states = self.embed_tokens(slots).to(context.dtype) * self.embedding_scale
         positions = torch.arange(first, first + len(features) + len(slots), device=features.device)
-        tables = Tables(*(table[0] for table in self.rotary(states, positions[None])))
+        tables = torch.cat(self.rotary(states, positions[None]))
         for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
             states = layer_pass(layer, states, context, tables, kept=kept, window=window)
         cache.states, cache.memories = self.norm(states)[-self.block_size :], []
