@@ -246,20 +246,23 @@ class BlockCache:
 class DFlash(BlockDrafter):
     """A DFlash drafter, with a Markov head or a confidence head a DSpark drafter, or with a selector a DFlash2 drafter.
 
-    `config` is that of its layers, with the target's vocabulary size. A confidence head gives the logit of the
-    probability that a draft is accepted.
+    `config` is that of its layers, with the target's vocabulary size. A block has `slots` tokens: the last known one
+    and mask tokens. `windows` has the sliding or causal attention of each layer, or None. A confidence head
+    gives the logit of the probability that a draft is accepted.
     """
 
     embed_tokens: nn.Module
     lm_head: DraftHead
     rotary: nn.Module
 
-    def __init__(
-        self, config: Any, block: BlockConfig, conventions: Conventions, checkpoint: DrafterCheckpoint
-    ) -> None:
+    def __init__(self, config: Any, checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
+        """Raises UserError for keys of the block that are missing or not usable."""
         super().__init__()
-        self.config, self.block, self.conventions = config, block, conventions
-        self.target_layers, self.doubtful = block.target_layers, ("from_anchor",) if block.slots > 1 else ()
+        self.config, self.target_layers, from_anchor = config, layer_count(target), _from_anchor(checkpoint)
+        self.slots = _number(checkpoint, "block_size", 1 if from_anchor else 2, MOST_SLOTS)
+        self.mask_token = _number(checkpoint, "mask_token_id", 0, config.vocab_size - 1)
+        self.windows, self.doubtful = _windows(checkpoint), ("from_anchor",) if self.slots > 1 else ()
+        self.conventions = Conventions(_feature_layers(checkpoint, target), from_anchor=from_anchor)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(checkpoint.shapes["fc.weight"][1], hidden, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
@@ -272,24 +275,25 @@ class DFlash(BlockDrafter):
         if is_dflash2(checkpoint):
             add_convolutions(self.layers, checkpoint)
             scale, *logits = (float(setting(checkpoint, key) or usual) for key, usual in SCALES.items())
-            self.candidate_selector = CandidateSelector(checkpoint, hidden, block.candidates, (logits[0], logits[1]))
+            count = _number(checkpoint, "selector_top_k", 1, config.vocab_size)
+            self.candidate_selector = CandidateSelector(checkpoint, hidden, count, (logits[0], logits[1]))
             self.embedding_scale = scale
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
-        return self.block.slots - (not self.conventions.from_anchor)
+        return self.slots - (not self.conventions.from_anchor)
 
     def new_cache(self) -> BlockCache:
         return BlockCache([GrowingLayer() for _ in self.layers])
 
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: BlockCache) -> Tensor:
         context = self.hidden_norm(self.fc(features))
-        slots = tokens.new_full((self.block.slots,), self.block.mask_token)
+        slots = tokens.new_full((self.slots,), self.mask_token)
         slots[0] = tokens[-1]
         states = self.embed_tokens(slots).to(context.dtype) * self.embedding_scale
         positions = torch.arange(first, first + len(features) + len(slots), device=features.device)
         tables = torch.cat(self.rotary(states, positions[None]))
-        for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
+        for layer, kept, window in zip(self.layers, cache.layers, self.windows, strict=True):
             states = layer_pass(layer, states, context, tables, kept=kept, window=window)
         cache.states, cache.memories = self.norm(states)[-self.block_size :], []
         return cast(Tensor, self.lm_head(cache.states))
@@ -347,12 +351,10 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     checkpoint = checkpoint.renamed(RENAMED)
     check_supported(checkpoint)
-    block = block_config(checkpoint, target)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
-    conventions = Conventions(_feature_layers(checkpoint, target), from_anchor=_from_anchor(checkpoint))
     with torch.device("meta"):  # random weights would take time and memory
-        drafter = DFlash(config, block, conventions, checkpoint)
+        drafter = DFlash(config, checkpoint, target)
     load_exactly(drafter, checkpoint, besides=BESIDES)
     # As z-lab's program, which has a factor of its own for DFlash2.
     embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=not is_dflash2(checkpoint))
@@ -377,30 +379,6 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
             raise misfit(checkpoint, f"its Markov head knows {known}")
     if checkpoint.has(CONFIDENCE) and (read := checkpoint.shapes[CONFIDENCE][1]) not in inputs:
         raise misfit(checkpoint, f"its confidence head reads {read} numbers, not {inputs[-1]}")
-
-
-@dataclass(frozen=True, slots=True)
-class BlockConfig:
-    """A block of `slots` tokens: the last known one and mask tokens.
-
-    `windows` has one entry per layer: its sliding or causal attention, or None. `target_layers` is the number of the
-    target's layers, and `candidates` that of DFlash2's selector.
-    """
-
-    slots: int
-    mask_token: int
-    windows: tuple[Window | None, ...]
-    target_layers: int
-    candidates: int = 0
-
-
-def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> BlockConfig:
-    """Read it. Raises UserError for keys that are missing or not usable."""
-    slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2, MOST_SLOTS)
-    tokens = vocabulary_size(target)
-    mask_token = _number(checkpoint, "mask_token_id", 0, tokens - 1)
-    candidates = _number(checkpoint, "selector_top_k", 1, tokens) if is_dflash2(checkpoint) else 0
-    return BlockConfig(slots, mask_token, _windows(checkpoint), layer_count(target), candidates)
 
 
 def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
