@@ -258,7 +258,9 @@ class DFlash(BlockDrafter):
     def __init__(self, config: Any, checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
         """Raises UserError for keys of the block that are missing or not usable."""
         super().__init__()
-        self.config, self.target_layers, from_anchor = config, layer_count(target), _from_anchor(checkpoint)
+        self.config, self.target_layers = config, layer_count(target)
+        declared = setting(checkpoint, "sample_from_anchor")
+        from_anchor = is_dspark(checkpoint) if declared is None else bool(declared)
         self.slots = _number(checkpoint, "block_size", 1 if from_anchor else 2, MOST_SLOTS)
         self.mask_token = _number(checkpoint, "mask_token_id", 0, config.vocab_size - 1)
         self.windows, self.doubtful = _windows(checkpoint), ("from_anchor",) if self.slots > 1 else ()
@@ -379,11 +381,6 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
             raise misfit(checkpoint, f"its Markov head knows {known}")
     if checkpoint.has(CONFIDENCE) and (read := checkpoint.shapes[CONFIDENCE][1]) not in inputs:
         raise misfit(checkpoint, f"its confidence head reads {read} numbers, not {inputs[-1]}")
-
-
-def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
-    declared = setting(checkpoint, "sample_from_anchor")
-    return is_dspark(checkpoint) if declared is None else bool(declared)
 
 
 def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
