@@ -13,8 +13,7 @@ from sampling.autoregressive import (
 )
 from sampling.beam_search import BeamWidth, beam_search_generate, beam_search_steps
 from sampling.drafters.adaptive_gamma import AdaptiveGamma
-from sampling.drafters.feature_sessions import HeadSession
-from sampling.drafters.head import FreeHead, HeadDrafter
+from sampling.drafters.feature_sessions import FreeHead, HeadDrafter, HeadSession
 from sampling.drafters.model import ChainDrafter, ModelDrafter
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
 from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection

@@ -1,7 +1,5 @@
 """The command-line flags of a distillation, and the plan that is stored with the work so that it can be resumed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict, dataclass, fields, replace

@@ -127,7 +127,6 @@ class Conversation:
 
     @property
     def temperature(self) -> float:
-        """The temperature at which the next token is sampled."""
         return self.answer_temperature if self.answering else QUESTION_TEMPERATURE
 
     def next_token(self, sampled: int) -> tuple[int, int]:
@@ -223,7 +222,6 @@ class TextPage:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The fields by their names."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
@@ -242,7 +240,6 @@ class Corpus:
         return len([*self._folder.glob("page-*.safetensors")])
 
     def add(self, page: TextPage) -> None:
-        """Write a page after the last one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(len(self))) as file:
             file.write(save(page.tensors))

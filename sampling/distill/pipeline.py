@@ -4,8 +4,6 @@ Everything finished is on disk: pages, checkpoints, time spent. An interruption 
 since the last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform
@@ -79,7 +77,6 @@ def rate_text(rate: float | None) -> str:
 
 
 def rates_text(rates: Rates) -> str:
-    """Acceptance rates by position, in one line."""
     greedy, sampled = (" ".join(map(rate_text, rates[name])) for name in ("greedy", "drawn"))
     return f"greedy acceptance {greedy}, at T = 1 {sampled}"
 
@@ -188,7 +185,6 @@ class Distillation:
         return f"Besides the target, this needs {byte_size(needed)}"
 
     def _plan_text(self) -> str:
-        """What will be generated, and in which number format."""
         plan, model = self._plan, self._target.model
         held_out = f"{count_of(self._held_out_pages, 'held-out page')} of {self._held_out_size:,}"
         return (

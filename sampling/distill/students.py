@@ -5,8 +5,6 @@ A drafter in the EAGLE-3 format is unrolled over several drafts (arXiv 2503.0184
 at entry t uses its own state of step s - 1 at t and the true token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,18 +89,6 @@ def output_weight(model: Any) -> Tensor:
     return weight.detach()
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """The predictions of one step, as the logits `states @ rows.T` of states (B, N, H) and output rows (V', H).
-
-    Entry 0 predicts the token at `position` of the page, entry 1 the next one, and so on.
-    """
-
-    states: Tensor
-    rows: Tensor
-    position: int
-
-
 class Student:
     """A drafter in training.
 
@@ -118,8 +104,11 @@ class Student:
         self.layers = page_layers(head.feature_layers)
         head.config._attn_implementation = UNROLLED
 
-    def predictions(self, page: TextPage, steps: int) -> Iterator[Predictions]:
-        """The predictions of each step, with N = T - steps - 1 entries."""
+    def predictions(self, page: TextPage, steps: int) -> Iterator[Tensor]:
+        """The states (B, N, H) of each step, whose logits are `states @ rows.T`, with N = T - steps - 1 entries.
+
+        Entry 0 of step s predicts the token at position s + 2 of the page, entry 1 the next one, and so on.
+        """
         # The same N for all steps, so that the last entry of the last step still has a token to predict.
         count = page.tokens.shape[1] - steps - 1
         tokens, head = page.tokens.long(), self.head
@@ -132,7 +121,7 @@ class Student:
             positions = torch.arange(step, step + count, device=tokens.device)[None]
             embedded = self.embed(tokens[:, step + 1 : step + 1 + count]).to(states.dtype)  # true tokens, not drafts
             states = head(states, embedded, positions, cache=cache)
-            yield Predictions(head.norm(states), self.rows, step + 2)
+            yield head.norm(states)
             states = head.feedback(states)
 
 

@@ -4,8 +4,6 @@ The loss is the cross entropy to the target over all steps of a draft. The accep
 Matrices are trained with Muon (Jordan et al. 2024, in torch.optim), which needs less text, and the rest with AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -71,13 +69,12 @@ def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: 
     # Both softmaxes then run over V', so the target is renormalised to what the student can draft.
     target_rows = lm_head[student.vocabulary]
     losses = []
-    for predictions in student.predictions(page, steps):
-        begin, count = predictions.position, predictions.states.shape[1]
+    for begin, states in enumerate(student.predictions(page, steps), start=2):
+        count = states.shape[1]
         generated = page.generated[:, begin : begin + count]
         # The hidden state at a token predicts the next token.
         target_states = last_hidden[:, begin - 1 : begin - 1 + count][generated]
-        states = predictions.states[generated]
-        losses.append(_soft_cross_entropy(states, predictions.rows, target_states, target_rows))
+        losses.append(_soft_cross_entropy(states[generated], student.rows, target_states, target_rows))
     weights = [STEP_DECAY**step for step in range(steps)]
     weighted = (weight * loss for weight, loss in zip(weights, losses, strict=True))
     return sum(weighted, start=lm_head.new_zeros((), dtype=torch.float32)) / sum(weights)
@@ -128,12 +125,12 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
     row, entry = page.answers[:, 2:].unfold(1, steps, 1).any(-1).nonzero(as_tuple=True)
     matching_prefix = torch.ones_like(row, dtype=torch.bool)
     temperatures = page.temperatures[row]
-    for step, predictions in enumerate(student.predictions(page, steps)):
-        position = entry + predictions.position
+    for step, predicted in enumerate(student.predictions(page, steps)):
+        position = entry + step + 2
         answers = page.answers[row, position]
         # The last feature is the input of the output head, so the target's logits need no forward pass.
         last_hidden = page.features[row, position - 1, -lm_head.shape[1] :].to(lm_head.dtype)
-        states, rows = (part.to(lm_head.dtype) for part in (predictions.states[row, entry], predictions.rows))
+        states, rows = (part.to(lm_head.dtype) for part in (predicted[row, entry], student.rows))
         matches, overlap = _compare((states, rows), (last_hidden, lm_head), student.vocabulary)
         greedy, sampled = answers & matching_prefix & (temperatures == 0), answers & (temperatures == 1)
         accepted = (matches & greedy).sum(), overlap[sampled].sum()
@@ -213,7 +210,6 @@ class Trainer:
         self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
-        """Train on the next batch."""
         page = self._batch()
         with autocast_for(self._lm_head):
             loss = distillation_loss(self.student, page, self._lm_head, self._plan.steps)
@@ -232,7 +228,6 @@ class Trainer:
         self.is_consistent = True
 
     def save(self, folder: Path) -> None:
-        """Write the weights, the optimizers' states and the step number."""
         tensors = {f"weights.{name}": part.contiguous() for name, part in self.student.head.state_dict().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, state in optimizer.state_dict()["state"].items():

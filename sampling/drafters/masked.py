@@ -55,17 +55,6 @@ def masked_block(model: Any) -> MaskedBlock | None:
     return MaskedBlock(token, size)
 
 
-def drafting_block(drafter: Any, target: Any) -> MaskedBlock | None:
-    """Return the blocks in which a model drafts for a target of the same vocabulary, or None if it drafts token by
-    token. Raises UserError as `masked_block`.
-    """
-    # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
-    block = masked_block(drafter)
-    if block is None or drafter.get_input_embeddings().weight is target.get_input_embeddings().weight:
-        return None
-    return block
-
-
 def pard_notes(block: MaskedBlock | None, name: str, *, translated: bool) -> tuple[str, ...]:
     """Messages for the user about a PARD drafter. translated: whether its tokenizer differs from the target's."""
     if block is None:
@@ -121,7 +110,12 @@ class MaskedSession:
 
 
 def block_session(session: ModelSession, target: Any) -> tuple[Session, int]:
-    """A drafter's session for this target, and how many drafts a pass gives: a block if the drafter is a PARD model."""
-    if (block := drafting_block(session.model, target)) is None:
+    """A drafter's session for this target, and how many drafts a pass gives: a block if the drafter is a PARD model.
+
+    Raises UserError as `masked_block`.
+    """
+    own, theirs = (model.get_input_embeddings().weight for model in (session.model, target))
+    # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
+    if (block := masked_block(session.model)) is None or own is theirs:
         return session, 1
     return MaskedSession(session, block.token, block.size), block.size

@@ -363,8 +363,8 @@ def test_traces_are_those_of_the_drafts_that_they_belong_to(kind: str) -> None:
             drafter = ModelDrafter(session(opposed(TARGET)), plan, SIZE, observed=True)
         steps = speculative_steps(PROMPT, tracer.around(drafter), target_session(), plan, gamma=4)
         text: list[int] = []
-        result = collect(steps, tracer=tracer)
-        for step, traces in zip(result.steps, result.traces, strict=True):
+        for step in steps:
+            traces = tracer.read(step)
             for place, trace in enumerate(traces):
                 before = [*text, *step.drafted[:place]]
                 assert trace.token == step.drafted[place] and trace.is_accepted == (place < step.accepted)

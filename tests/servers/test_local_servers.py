@@ -60,7 +60,7 @@ def test_names_that_cannot_be_started_or_stopped(servers: LocalServers, tmp_path
     with pytest.raises(UserError, match="running already"):
         started(servers.start("one", launch(tmp_path)))
     with pytest.raises(UserError, match=r"'two' was not started by this session.*: one\."):
-        servers.stop("two")
+        servers.launch_of("two")
 
 
 def test_a_server_that_exits_is_explained_by_the_end_of_its_log(servers: LocalServers, tmp_path: Path) -> None:

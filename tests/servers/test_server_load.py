@@ -234,7 +234,7 @@ def test_a_server_that_fails_keeps_what_was_measured(
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("/server load", "name a server of this session: plain, spec"),
+        ("/server load", "which server? This session has plain, spec"),
         ("/server load speck", "Did you mean spec"),
         ("/server load spec concurrency=0", "1 to 64"),
         ("/server load spec requests=x", "not a whole number"),

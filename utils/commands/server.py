@@ -45,10 +45,6 @@ TABLE = ResultTable(
     figure("log", "log"),
 )
 RUNS = "Every prompt is sent to {0} from now on; /server stop {0} ends it, and so does the end of the session."
-BORROWED = (
-    "The drafter in {} drafts with rows of the target's output head that are not in its files, and {} needs them "
-    "there: train one with `python -m sampling.distill`."
-)
 KEYS = "a key cannot follow --, because the command is recorded; the program reads it from its environment (HF_TOKEN)."
 EXAMPLE = "/server start llama.cpp drafter=ngram draft=4"
 
@@ -118,7 +114,10 @@ def _format(kind: str, drafter: str) -> str:
     if checkpoint is None:
         return ""
     if checkpoint.has(DRAFT_TO_TARGET) and not checkpoint.has("lm_head.weight"):
-        raise UserError(BORROWED.format(drafter, kind))
+        raise UserError(
+            f"The drafter in {drafter} drafts with rows of the target's output head that are not in its files, and "
+            f"{kind} needs them there: train one with `python -m sampling.distill`."
+        )
     known = format_of(checkpoint)
     return known.name if known is not None else PARD if is_pard(checkpoint.config) else ""
 

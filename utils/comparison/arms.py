@@ -21,7 +21,7 @@ from utils.metrics import results
 from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
-from utils.prompts.conversation import Turns, prompt_ids, to_messages
+from utils.prompts.conversation import Turns, conversation_messages, prompt_ids
 from utils.prompts.request_fields import SENT, request_messages
 from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.client import ServerClient
@@ -267,42 +267,9 @@ class RunWatcher(Protocol):
     def piece(self, piece: Piece) -> None: ...
 
 
-class Arm(Protocol):
-    """A local strategy or a server.
-
-    `name` is that of its row in tables, `title` and `colour` are those of its text. `strategy` is None for a server.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def colour(self) -> str: ...
-
-    @property
-    def strategy(self) -> Strategy | None: ...
-
-    def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """Run a prompt that follows earlier turns. Ctrl-C ends the run, which is returned with
-        FinishReason.INTERRUPTED. Raises UserError without a complete answer.
-        """
-        ...
-
-
-class ComparedRun(NamedTuple):
-    """A run, its arm, and its comparison with its baseline's run."""
-
-    arm: Arm
-    run: Run
-    comparison: results.Comparison
-
-
 @dataclass(frozen=True, slots=True)
 class LocalArm:
-    """A strategy on the loaded models.
+    """A strategy on the loaded models. `name` is that of its row in tables, `title` and `colour` are those of its text.
 
     With a `job`, it runs that prompt with the job's storage and caches. Without one, every run has its own, and only
     the layer cuts in `cut_models` are shared. If `timed`, the parts of every round are timed.
@@ -327,11 +294,16 @@ class LocalArm:
         return self.strategy.colour
 
     def run(self, text: str, settings: Settings, history: Turns = (), watch: RunWatcher | None = None) -> Run:
-        """As Arm.run. Observers add a little time, so a run is observed only if it is watched."""
+        """Run a prompt that follows earlier turns. Ctrl-C ends the run, which is returned with
+        FinishReason.INTERRUPTED. Raises UserError without a complete answer.
+
+        Observers add a little time, so a run is observed only if it is watched.
+        """
         job = self.job
         if job is None:
             ids = ids_of(self.pair, text, settings, history)
-            job = new_job(ids, self.pair, settings, history, cut_models=self.cut_models)
+            storage, caches = empty_storage(settings, self.pair), DrafterCaches(cut_models=self.cut_models)
+            job = Job(ids, self.pair, settings, storage, caches=caches, history=history)
         last, bound = len(job.prompt) + settings.length, context_length(job.pair.target)
         last = last if bound is None else min(last, bound)
         prepare_run((job.pair.target, job.pair.drafter), len(job.prompt), last)
@@ -353,7 +325,10 @@ class LocalArm:
 
 @dataclass(frozen=True, slots=True)
 class ServerArm:
-    """A server. `pair` has the loaded models, or is None; `place` is the server's place in the list of servers."""
+    """A server, with the methods of a LocalArm.
+
+    `pair` has the loaded models, or is None; `place` is the server's place in the list of servers.
+    """
 
     connection: Connection
     pair: Pair | None = None
@@ -378,19 +353,22 @@ class ServerArm:
         return Run.of_server(self.connection.address, answer)
 
 
+Arm = LocalArm | ServerArm
+
+
+class ComparedRun(NamedTuple):
+    """A run, its arm, and its comparison with its baseline's run."""
+
+    arm: Arm
+    run: Run
+    comparison: results.Comparison
+
+
 def complete(run: Run) -> Run:
     """The run, unless Ctrl-C has ended it: then KeyboardInterrupt is raised, because a report must end."""
     if run.finish is FinishReason.INTERRUPTED:
         raise KeyboardInterrupt
     return run
-
-
-def new_job(
-    prompt: list[int], pair: Pair, settings: Settings, history: Turns = (), *, cut_models: dict[Any, Any]
-) -> Job:
-    """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
-    storage = empty_storage(settings, pair)
-    return Job(prompt, pair, settings, storage, caches=DrafterCaches(cut_models=cut_models), history=history)
 
 
 def empty_storage(settings: Settings, pair: Pair | None) -> NGramStorage:
@@ -415,9 +393,8 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
     if not text:
         raise UserError(NO_TEXT)
     processor = settings.processor
-    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     fields = json.loads(settings.request or "{}")
-    messages = request_messages([*system, *to_messages(history), {"role": "user", "content": text}], fields)
+    messages = request_messages(conversation_messages(text, settings.system, history), fields)
     further = {name: fields[name] for name in SENT if name in fields}
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:

@@ -20,7 +20,6 @@ from utils.comparison.arms import (
     compare_run,
     empty_storage,
     ids_of,
-    new_job,
 )
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.comparison.training import Training
@@ -132,7 +131,7 @@ def divergence_of(last: LastPrompt, strategy: Strategy, run: Generation, roundin
         new_session=partial(job.session, "target"),
         decoding=job.decoding,
         width=settings.max_drafts + 1,  # the drafts and one more row
-        own_noise=strategy.draft_has_probs and settings.verify != "coupled",
+        own_noise=strategy.kind.has_probs and settings.verify != "coupled",
         coarse=depends_on_width(job.pair),
     )
     return explain(case, rounding)
@@ -273,7 +272,6 @@ class Harness:
         return conversations.history(arm.name, self.baseline.name) if settings.keeps_conversation else ()
 
     def _prepared(self, text: str, settings: Settings, arms: Sequence[LocalArm]) -> list[LocalArm]:
-        """The arms with jobs for this prompt."""
         histories = [self._history(arm, settings) for arm in arms]
         # Strategies mostly share a history: each different one is rendered and tokenized once.
         ids = {history: self.prompt_ids(text, settings, history) for history in dict.fromkeys(histories)}
@@ -331,7 +329,8 @@ class Harness:
 
     def job(self, prompt: list[int], settings: Settings, history: Turns = ()) -> Job:
         """A job with an n-gram storage and texts of its own. It shares only the target's layer cuts with other jobs."""
-        return new_job(prompt, self.pair, settings, history, cut_models=self.state.caches.cut_models)
+        caches = DrafterCaches(cut_models=self.state.caches.cut_models)
+        return Job(prompt, self.pair, settings, self.new_storage(settings), caches=caches, history=history)
 
 
 def comparable_servers(harness: Harness) -> list[Connection]:

@@ -341,7 +341,6 @@ class RecordedRun(NamedTuple):
         return (self.row.get(part) or {}).get(name)
 
     def values(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The settings with these names."""
         return tuple(repr(self.row["settings"].get(name)) for name in names)
 
 

@@ -261,29 +261,23 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _speeds(rivals: Sequence[Rival]) -> str:
-    """Which strategies were faster than target-only, and by about how much."""
+    """The fastest strategy, and by about how much it was faster than target-only."""
     judged = [rival for rival in rivals if rival.speed]
     if not judged:
         return NO_DRAFTS
-    best, several = judged[0], len(judged) > 1
-    if best.speed == FASTER:
-        first = "the fastest, " * (sum(rival.speed == FASTER for rival in judged) > 1)
-        return f"{best.name} was {first}{best.about} as fast as target-only"
-    if best.speed == EVEN:
-        return "Nothing was clearly faster than target-only" if several else f"{best.name} was {EVEN} target-only"
-    who = f"the best, {best.name}," if several else best.name
-    return f"Nothing was faster than target-only: {who} ran at {best.about} its speed"
+    best = judged[0]
+    if best.speed == SLOWER:
+        return f"Nothing was faster than target-only: {best.name} ran at {best.about} its speed"
+    return f"{best.name} was {EVEN if best.speed == EVEN else f'{best.about} as fast as'} target-only"
 
 
 def _texts(rivals: Sequence[Rival]) -> str:
     """Whether the texts are the target's own. Other lines explain a difference."""
     compared = [rival for rival in rivals if rival.compared.comparison.same is not None]
-    same = [rival.name for rival in compared if rival.compared.comparison.same]
     others = [rival.name for rival in compared if not rival.compared.comparison.same]
-    if not others:
-        return "the text is the target's own" if same else ""
-    whose = f"the text of {_listed(same)} is the target's own, " if same else "the text is not the target's own: "
-    return f"{whose}that of {_listed(others)} differs"
+    if others:
+        return f"the text of {_listed(others)} is not the target's own"
+    return "the text is the target's own" if compared else ""
 
 
 def _next(rivals: Sequence[Rival]) -> str:

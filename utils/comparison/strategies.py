@@ -6,11 +6,10 @@ A new strategy is one row: a name, the setting that turns it on, and a function 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ngram_assisted import NGramStorage
-from sampling import RULES, BeamWidth, Rule, autoregressive_steps, beam_search_steps, speculative_steps
+from sampling import RULES, BeamWidth, autoregressive_steps, beam_search_steps, speculative_steps
 from utils.config.settings import Settings
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Drafter
@@ -25,6 +24,7 @@ from utils.metrics.costs import Costs
 from utils.metrics.results import DraftTracer, Stopwatch, TimedDrafter, TimedSession
 from utils.pairs.drafter_kinds import (
     NGRAM,
+    NO_DRAFTS,
     BuiltDrafter,
     DrafterCaches,
     DrafterInputs,
@@ -75,7 +75,6 @@ class Job:
 
     @property
     def decoding(self) -> Decoding:
-        """The decoding parameters."""
         noise = Noise(self.settings.seed, self.turn)
         processor = self.settings.processor
         sampler = PROCESSORS[processor.name](*processor.arguments)
@@ -103,8 +102,11 @@ class Job:
         session.grammar = self.grammar() if model == "target" or not rewinds else None
         return session
 
-    def drafter_inputs(self, *, shares_noise: bool) -> DrafterInputs:
-        """The inputs from which this job's drafter is built."""
+    def build_drafter(self) -> BuiltDrafter:
+        """The drafter for one run, and the target's session. Raises UserError if the pair does not support it."""
+        return drafter_kind(self.drafter).build(self.drafter_inputs())
+
+    def drafter_inputs(self) -> DrafterInputs:
         settings = self.settings
         return DrafterInputs(
             kind=self.drafter,
@@ -115,14 +117,13 @@ class Job:
             caches=self.caches,
             costs=None if settings.gamma is not None else settings.costs or Costs(),
             use_cache=settings.cache,
-            shares_noise=shares_noise,
+            shares_noise=RULES[settings.verify].shares_noise,
             filler_top_k=settings.top_k_filler,
             max_text=settings.ngram_limit,
             observed=self.tracer is not None,
         )
 
     def observed(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
-        """The drafter and the target's session under the observers."""
         # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
         if self.stopwatch is not None:
             drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
@@ -138,8 +139,8 @@ def is_greedy(settings: Settings) -> bool:
 class Strategy:
     """A row of the table.
 
-    `toggle` is the setting that enables it. `kind` is the drafter kind, if it drafts, and `word` its name in
-    /drafter_kind; `chooses_kind` is True if that setting applies. `uses_target` is False if it runs the drafter alone.
+    `toggle` is the setting that enables it. `kind` is the drafter kind, and `word` its name in /drafter_kind, if there
+    is one; `chooses_kind` is True if that setting applies. `uses_target` is False if it runs the drafter alone.
     `samples` is True if its tokens are drawn one by one from the processed distribution. `baseline` names what its runs
     are compared with.
     """
@@ -149,7 +150,7 @@ class Strategy:
     colour: str
     toggle: str
     steps: Callable[[Job], Iterator[Step]]
-    kind: DrafterKind | None = None
+    kind: DrafterKind = NO_DRAFTS
     word: str = ""
     chooses_kind: bool = False
     uses_target: bool = True
@@ -158,31 +159,15 @@ class Strategy:
 
     @property
     def drafts(self) -> bool:
-        return self.kind is not None
-
-    @property
-    def draft_has_probs(self) -> bool:
-        """Whether its drafts have a distribution, so that they are verified by p/q."""
-        return self.kind is not None and self.kind.has_probs
+        return self.kind is not NO_DRAFTS
 
     @property
     def needs_drafter(self) -> bool:
         """Whether it runs only with a loaded drafter."""
-        return not self.uses_target or (self.kind is not None and self.kind.uses_loaded)
-
-    @property
-    def keeps_texts(self) -> bool:
-        """Whether it may draft from earlier prompts."""
-        return self.kind is not None and self.kind.keeps_texts
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The drafter kinds that it combines, in the words of /drafter_kind."""
-        return () if self.kind is None else self.kind.parts or (self.word,)
+        return not self.uses_target or self.kind.uses_loaded
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the others are compared with it."""
         return self.name == "target"
 
     @property
@@ -197,13 +182,7 @@ class Strategy:
     def repeats_target(self, settings: Settings) -> bool:
         """Whether its text must be identical to the target's. Then rounds and acceptance follow from that text."""
         # With shared noise, the one-hot rule or greedy decoding, the target's own draw decides every token.
-        return self.lossless and (settings.verify == "coupled" or not self.draft_has_probs or is_greedy(settings))
-
-    def build_drafter(self, job: Job, rule: Rule) -> BuiltDrafter:
-        """Its drafter for one run, and the target's session. Raises UserError if the pair does not support it."""
-        assert self.kind is not None
-        inputs = replace(job, drafter=self.word).drafter_inputs(shares_noise=rule.shares_noise)
-        return self.kind.build(inputs)
+        return self.lossless and (settings.verify == "coupled" or not self.kind.has_probs or is_greedy(settings))
 
     def variants(self, words: Sequence[str], pair: Pair) -> list["Strategy"]:
         """A variant for each word of /drafter_kind, or the strategy itself if that setting does not apply.
@@ -229,10 +208,9 @@ class Strategy:
         )
 
 
-def _drafted(job: Job, kind: DrafterKind | None = None) -> Iterator[Step]:
-    """Rounds with drafts of this kind, or of the job's."""
-    rule = RULES[job.settings.verify]
-    built = (kind or drafter_kind(job.drafter)).build(job.drafter_inputs(shares_noise=rule.shares_noise))
+def _drafted(job: Job) -> Iterator[Step]:
+    """Rounds with drafts of the job's kind."""
+    built, rule = job.build_drafter(), RULES[job.settings.verify]
     drafter, target = job.observed(built.drafter, built.target)
     yield from speculative_steps(job.prompt, drafter, target, job.decoding, gamma=job.settings.max_drafts, rule=rule)
 
@@ -242,7 +220,7 @@ def _target(job: Job) -> Iterator[Step]:
 
 
 def _drafter(job: Job) -> Iterator[Step]:
-    yield from autoregressive_steps(job.prompt, drafter_alone(job.drafter_inputs(shares_noise=False)), job.decoding)
+    yield from autoregressive_steps(job.prompt, drafter_alone(job.drafter_inputs()), job.decoding)
 
 
 def _beam(job: Job) -> Iterator[Step]:
@@ -266,7 +244,7 @@ STRATEGIES = (
         title="N-gram assisted (NASD)",
         colour="yellow",
         toggle="ngram",
-        steps=partial(_drafted, kind=NGRAM),
+        steps=lambda job: _drafted(replace(job, drafter=NGRAM.name)),
         kind=NGRAM,
         word=NGRAM.name,
     ),

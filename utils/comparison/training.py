@@ -74,7 +74,6 @@ class Training:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the process in the block."""
         self._process.send(signal.SIGSTOP)
         try:
             yield
@@ -100,6 +99,5 @@ class Training:
         return self._drafter
 
     def close(self) -> None:
-        """End the process and remove its files."""
         self._process.stop()
         shutil.rmtree(self._work, ignore_errors=True)

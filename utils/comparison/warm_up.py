@@ -6,7 +6,6 @@ from dataclasses import replace
 from random import Random
 from statistics import median
 
-from sampling import RULES
 from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import Job
@@ -42,7 +41,7 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     # A fixed gamma, because adaptive gamma needs the costs that are measured here.
     timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
     chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
-    for word in (word for strategy in chosen for word in strategy.parts):
+    for word in (word for strategy in chosen for word in strategy.kind.parts or (strategy.word,)):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:
             short, long, reading = (_in_steps(part, engine) for part in _draft_seconds(label, word, harness, timed))
@@ -105,12 +104,13 @@ def _timed_drafts(job: Job, length: int) -> tuple[float, float]:
     """
     bounds = [context_length(model) for model in (job.pair.target, job.pair.drafter) if model is not None]
     length = max(1, min([length, *(bound - 2 * TIMED_ROUNDS for bound in bounds if bound is not None)]))
-    kind = drafter_kind(job.drafter)
     tokens = PROMPT[:1] * (length + TIMED_ROUNDS)
-    if not kind.has_probs:  # they index the text, and one that repeats a single token takes them many times as long
+    if not drafter_kind(
+        job.drafter
+    ).has_probs:  # they index the text, and one that repeats a single token takes them many times as long
         tokens = Random(0).choices(range(min(FEW_IDS, vocabulary_size(job.pair.target))), k=len(tokens))
     job = replace(job, prompt=tokens[:length])
-    built = kind.build(job.drafter_inputs(shares_noise=RULES[job.settings.verify].shares_noise))
+    built = job.build_drafter()
     context, watch = built.target.begin(job.prompt), Stopwatch()
     logits = built.target.feed(context[:1], keep=1)
     features, name = built.target.take_features(), built.target.name

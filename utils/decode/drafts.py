@@ -80,6 +80,6 @@ class Drafter(Protocol):
         """Take note of the context after the round, and of the target's output in it."""
 
 
-def matching_prefix(drafted: Sequence[int], text: Sequence[int]) -> int:
-    """The number of drafts, from the front, that equal the text."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text, strict=False)))
+def matching_prefix(ours: Sequence[object], theirs: Sequence[object]) -> int:
+    """The number of entries, from the front, that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

@@ -8,16 +8,22 @@ The queries of a layer are the slots of a block, and its keys are those of the c
 the context enter every layer as they are, so a prompt of T tokens needs no mask of T x T. DSpark adds heads: a bias for
 the token before a draft, and a confidence. Both depend on nothing but the block's states and the tokens before the
 draft, so drafts drawn from left to right have the distribution that they are drawn from.
+
+DFlash2 (z-lab/dflash, vLLM and SGLang since August 2026, speculators 0.9) adds short causal convolutions over the slots
+of a block, before and after the attention and the MLP of each layer. A selector keeps the best candidates of a draft
+and adds a score that depends on the token before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -26,7 +32,6 @@ from utils.decode.features import layer_count
 from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.dflash2 import CandidateSelector, add_convolutions, entering, is_dflash2
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
@@ -47,14 +52,14 @@ SPECULATORS = "speculators_model_type"
 TYPES = ("dflash", "dspark")
 CAUSAL = ("is_causal", "causal", "causal_head")  # of z-lab, of vLLM and NeMo, and of JetSpec, in the order of vLLM
 UNLIMITED = 2**31  # positions of a window without an end
-FROM_ANCHOR = "sample_from_anchor"
 MOST_SLOTS = 1024  # published blocks have 7 to 16
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 CONFIDENCE = "confidence_head.proj.weight"
 # Of DFlash2: factors of the embedding and of the logits, and the limit of a soft cap.
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+SELECTOR, CONVOLUTIONS = "candidate_selector", ("attention_conv", "mlp_conv")
+PREDECESSORS = f"{SELECTOR}.predecessor_codebook"
 VANILLA, GATED, RECURRENT = "vanilla", "gated", "rnn"
-MARKOV_KINDS = (VANILLA, GATED, RECURRENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,41 +84,30 @@ class Window:
         return ((key >= begin) | (key >= 0)) & own
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Cosines and sines (T, D) of rotary positions."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __getitem__(self, rows: slice) -> Tables:
-        return Tables(self.cos[rows], self.sin[rows])
-
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Apply to heads (T, heads, D)."""
-        rotated: Tensor = heads * self.cos[:, None] + rotate_half(heads) * self.sin[:, None]
-        return rotated
+def _rotated(heads: Tensor, tables: Tensor) -> Tensor:
+    """Heads (T, heads, D) at the positions of these cosines and sines (2, T, D)."""
+    cos, sin = tables[:, :, None]
+    return cast(Tensor, heads * cos + rotate_half(heads) * sin)
 
 
 def layer_pass(
-    layer: Any, states: Tensor, context: Tensor, tables: Tables, *, kept: GrowingLayer, window: Window | None
+    layer: Any, states: Tensor, context: Tensor, tables: Tensor, *, kept: GrowingLayer, window: Window | None
 ) -> Tensor:
     """Return states (B, H) of the slots after a layer with Qwen3's modules.
 
     `context` has states (T, H) of new positions before the block, whose keys and values are added to `kept`. `tables`
-    are those of these positions and of the block.
+    (2, T + B, D) are the cosines and sines of these positions and of the block.
     """
     attention, new = layer.self_attn, len(context)
     normed, leaving = entering(layer, "attention_conv", layer.input_layernorm(states))
-    _remember(attention, context, tables[:new], kept)
-    keys, values = _remember(attention, normed, tables[new:], kept)
-    queries = tables[new:].rotate(attention.q_norm(_heads(attention.q_proj(normed), attention)))
+    _remember(attention, context, tables[:, :new], kept)
+    keys, values = _remember(attention, normed, tables[:, new:], kept)
+    queries = _rotated(attention.q_norm(_heads(attention.q_proj(normed), attention)), tables[:, new:])
     attended = _attend(queries, keys, values, window)
     kept.crop(-len(states))
     states = states + leaving(attention.o_proj(attended))
     normed, leaving = entering(layer, "mlp_conv", layer.post_attention_layernorm(states))
-    output: Tensor = states + leaving(layer.mlp(normed))
-    return output
+    return states + leaving(layer.mlp(normed))
 
 
 def _heads(projected: Tensor, attention: Any) -> Tensor:
@@ -121,9 +115,9 @@ def _heads(projected: Tensor, attention: Any) -> Tensor:
     return projected.view(len(projected), -1, attention.head_dim)
 
 
-def _remember(attention: Any, states: Tensor, tables: Tables, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
+def _remember(attention: Any, states: Tensor, tables: Tensor, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
     """Append keys and values of states (T, H), and return all of them: (1, groups, K, D)."""
-    keys = tables.rotate(attention.k_norm(_heads(attention.k_proj(states), attention)))
+    keys = _rotated(attention.k_norm(_heads(attention.k_proj(states), attention)), tables)
     values = _heads(attention.v_proj(states), attention)
     return kept.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
 
@@ -163,8 +157,7 @@ class MarkovHead(nn.Module):
 
     def before(self, token: int) -> Tensor:
         """What is known of a token: (1, R)."""
-        row: Tensor = self.markov_w1.weight[token : token + 1]
-        return row
+        return self.markov_w1.weight[token : token + 1]
 
     def bias(self, token: int, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the bias (1, V') of a draft after a token, and the memory (1, R) for the next draft.
@@ -179,25 +172,64 @@ class MarkovHead(nn.Module):
             gate, candidate, output = self.joint_proj(torch.cat([memory, known, state], dim=-1)).chunk(3, dim=-1)
             memory = torch.lerp(torch.tanh(candidate), memory, torch.sigmoid(gate))
             known = torch.tanh(output)
-        bias: Tensor = self.markov_w2(known)
-        return bias, memory
+        return self.markov_w2(known), memory
 
 
-class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted."""
+class SlotConvolution(nn.Module):
+    """Two convolutions over the slots: of what enters a part of a layer, and of what leaves it.
 
-    def __init__(self, size: int) -> None:
+    Slot i becomes the sum over taps t of (base[t] + delta[i, t]) * slot i - t. The input of the part decides about both
+    deltas, each number of which belongs to a group of channels.
+    """
+
+    def __init__(self, taps: int, groups: int, hidden: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(size, 1)
+        self.taps, self.groups = taps, groups
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * taps * groups, bias=False)
 
-    @property
-    def size(self) -> int:
-        """How many numbers it reads."""
-        return self.proj.in_features
+    def forward(self, states: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the input (B, H) of the part, and the function for its output (B, H)."""
+        delta = self.kernel_projection(states).view(len(states), 2, self.taps, self.groups)
+        delta = delta.repeat_interleave(states.shape[-1] // self.groups, dim=-1)
+        entering, leaving = (self.base_kernel + delta).unbind(1)  # (B, taps, H)
+        return _convolved(entering, states), partial(_convolved, leaving)
 
-    def forward(self, known: Tensor) -> float:
-        """Return the probability for what is known of a draft: (1, size)."""
-        return float(torch.sigmoid(self.proj(known).float()).item())
+
+def _convolved(kernel: Tensor, states: Tensor) -> Tensor:
+    slots, taps = len(states), kernel.shape[1]
+    shifted = [pad(states, (0, 0, tap, 0))[:slots] for tap in range(taps)]  # nothing is before the block
+    return (kernel * torch.stack(shifted, dim=1)).sum(1)
+
+
+def entering(layer: Any, name: str, states: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What enters a part of a layer, and the function for what leaves it. Both are unchanged without a convolution."""
+    convolution = getattr(layer, name, None)
+    return (states, lambda output: output) if convolution is None else convolution(states)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of the `count` best candidates: their logits, and a product of rank R of what is known of the candidate,
+    of the token before it and of the draft's state.
+    """
+
+    def __init__(self, checkpoint: DrafterCheckpoint, hidden: int, count: int, logits: tuple[float, float]) -> None:
+        """`logits` are the factor of the logits, and the limit of a soft cap, or 0."""
+        super().__init__()
+        tokens, rank = checkpoint.shapes[PREDECESSORS]
+        self.count, (self.factor, self.cap) = count, logits
+        self.predecessor_codebook = nn.Parameter(torch.empty(tokens, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(tokens, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+
+    def forward(self, logits: Tensor, state: Tensor, previous: int) -> Tensor:
+        """Return the logits (1, V) of a draft with a state (1, H) after a token; minus infinity for the others."""
+        best, ids = logits.topk(self.count)
+        best = best * self.factor
+        best = torch.tanh(best / self.cap) * self.cap if self.cap else best
+        known = self.predecessor_codebook[previous] * self.hidden_projection(state)  # (1, R)
+        scores = best + known @ self.successor_codebook[ids[0]].T
+        return torch.full_like(logits, float("-inf")).scatter(-1, ids, scores)
 
 
 @dataclass(slots=True)
@@ -214,57 +246,63 @@ class BlockCache:
 class DFlash(BlockDrafter):
     """A DFlash drafter, with a Markov head or a confidence head a DSpark drafter, or with a selector a DFlash2 drafter.
 
-    `config` is that of its layers, with the target's vocabulary size.
+    `config` is that of its layers, with the target's vocabulary size. A block has `slots` tokens: the last known one
+    and mask tokens. `windows` has the sliding or causal attention of each layer, or None. A confidence head
+    gives the logit of the probability that a draft is accepted.
     """
 
     embed_tokens: nn.Module
     lm_head: DraftHead
     rotary: nn.Module
 
-    def __init__(
-        self, config: Any, block: BlockConfig, conventions: Conventions, checkpoint: DrafterCheckpoint
-    ) -> None:
+    def __init__(self, config: Any, checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
+        """Raises UserError for keys of the block that are missing or not usable."""
         super().__init__()
-        self.config, self.block, self.conventions = config, block, conventions
-        self.target_layers, self.doubtful = block.target_layers, ("from_anchor",) if block.slots > 1 else ()
+        self.config, self.target_layers = config, layer_count(target)
+        declared = setting(checkpoint, "sample_from_anchor")
+        from_anchor = is_dspark(checkpoint) if declared is None else bool(declared)
+        self.slots = _number(checkpoint, "block_size", 1 if from_anchor else 2, MOST_SLOTS)
+        self.mask_token = _number(checkpoint, "mask_token_id", 0, config.vocab_size - 1)
+        self.windows, self.doubtful = _windows(checkpoint), ("from_anchor",) if self.slots > 1 else ()
+        self.conventions = Conventions(_feature_layers(checkpoint, target), from_anchor=from_anchor)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(checkpoint.shapes["fc.weight"][1], hidden, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.markov_head = MarkovHead(checkpoint, hidden) if checkpoint.has(*MARKOV) else None
-        has_confidence = checkpoint.has(CONFIDENCE)
-        self.confidence_head = ConfidenceHead(checkpoint.shapes[CONFIDENCE][1]) if has_confidence else None
+        self.confidence_head: Any = None
+        if checkpoint.has(CONFIDENCE):
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(checkpoint.shapes[CONFIDENCE][1], 1)})
         self.candidate_selector, self.embedding_scale = None, 1.0
         if is_dflash2(checkpoint):
             add_convolutions(self.layers, checkpoint)
             scale, *logits = (float(setting(checkpoint, key) or usual) for key, usual in SCALES.items())
-            self.candidate_selector = CandidateSelector(checkpoint, hidden, block.candidates, (logits[0], logits[1]))
+            count = _number(checkpoint, "selector_top_k", 1, config.vocab_size)
+            self.candidate_selector = CandidateSelector(checkpoint, hidden, count, (logits[0], logits[1]))
             self.embedding_scale = scale
 
     @property
     def block_size(self) -> int:  # type: ignore[override]  # it depends on a convention that can be corrected
-        return self.block.slots - (not self.conventions.from_anchor)
+        return self.slots - (not self.conventions.from_anchor)
 
     def new_cache(self) -> BlockCache:
         return BlockCache([GrowingLayer() for _ in self.layers])
 
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: BlockCache) -> Tensor:
         context = self.hidden_norm(self.fc(features))
-        slots = tokens.new_full((self.block.slots,), self.block.mask_token)
+        slots = tokens.new_full((self.slots,), self.mask_token)
         slots[0] = tokens[-1]
         states = self.embed_tokens(slots).to(context.dtype) * self.embedding_scale
         positions = torch.arange(first, first + len(features) + len(slots), device=features.device)
-        tables = Tables(*(table[0] for table in self.rotary(states, positions[None])))
-        for layer, kept, window in zip(self.layers, cache.layers, self.block.windows, strict=True):
+        tables = torch.cat(self.rotary(states, positions[None]))
+        for layer, kept, window in zip(self.layers, cache.layers, self.windows, strict=True):
             states = layer_pass(layer, states, context, tables, kept=kept, window=window)
         cache.states, cache.memories = self.norm(states)[-self.block_size :], []
-        logits: Tensor = self.lm_head(cache.states)
-        return logits
+        return cast(Tensor, self.lm_head(cache.states))
 
     def conditioned(self, logits: Tensor, index: int, previous: int, cache: BlockCache) -> Tensor:
         if self.candidate_selector is not None:
-            selected: Tensor = self.candidate_selector(logits, cache.states[index : index + 1], previous)
-            return selected
+            return cast(Tensor, self.candidate_selector(logits, cache.states[index : index + 1], previous))
         if self.markov_head is None:
             return logits
         memory = cache.memories[index - 1] if index else None
@@ -275,18 +313,34 @@ class DFlash(BlockDrafter):
     def confidence(self, index: int, previous: int, cache: BlockCache) -> float | None:
         if self.confidence_head is None:
             return None
-        known = cache.states[index : index + 1]
-        if self.confidence_head.size > known.shape[-1]:
+        known, head = cache.states[index : index + 1], self.confidence_head["proj"]
+        if head.in_features > known.shape[-1]:
             assert self.markov_head is not None
             known = torch.cat([known, self.markov_head.before(previous)], dim=-1)
-        probability: float = self.confidence_head(known)
-        return probability
+        return float(torch.sigmoid(head(known).float()).item())
 
 
 def is_dflash(checkpoint: DrafterCheckpoint) -> bool:
     """Whether it belongs to the family: features enter through `fc` and a norm of their own, before plain layers."""
     has_parts = checkpoint.has("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight")
     return has_parts and len(checkpoint.shapes["fc.weight"]) == 2
+
+
+def is_dflash2(checkpoint: DrafterCheckpoint) -> bool:
+    return checkpoint.has("fc.weight", "hidden_norm.weight", PREDECESSORS, f"layers.0.{CONVOLUTIONS[0]}.base_kernel")
+
+
+def add_convolutions(layers: nn.ModuleList, checkpoint: DrafterCheckpoint) -> None:
+    """Give each layer its convolutions. Raises UserError if their sizes do not fit together."""
+    for index, layer in enumerate(layers):
+        for name in CONVOLUTIONS:
+            prefix = f"layers.{index}.{name}"
+            base = checkpoint.shapes.get(f"{prefix}.base_kernel", ())
+            rows = (checkpoint.shapes.get(f"{prefix}.kernel_projection.weight") or (0,))[0]
+            groups = rows // (2 * base[1]) if len(base) == 3 and base[1] else 0
+            if not groups or base[2] % groups:
+                raise misfit(checkpoint, f"its convolution {prefix} has a kernel {base} and {rows} rows of changes")
+            layer.add_module(name, SlotConvolution(base[1], groups, base[2]))
 
 
 def is_dspark_drafter(checkpoint: DrafterCheckpoint) -> bool:
@@ -299,12 +353,10 @@ def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlas
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     checkpoint = checkpoint.renamed(RENAMED)
     check_supported(checkpoint)
-    block = block_config(checkpoint, target)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
-    conventions = Conventions(_feature_layers(checkpoint, target), from_anchor=_from_anchor(checkpoint))
     with torch.device("meta"):  # random weights would take time and memory
-        drafter = DFlash(config, block, conventions, checkpoint)
+        drafter = DFlash(config, checkpoint, target)
     load_exactly(drafter, checkpoint, besides=BESIDES)
     # As z-lab's program, which has a factor of its own for DFlash2.
     embedding = load_embedding(checkpoint, target, config.hidden_size, scaled=not is_dflash2(checkpoint))
@@ -320,44 +372,15 @@ def _check_heads(checkpoint: DrafterCheckpoint, drafter: DFlash, head: DraftHead
         codes = len(selector.predecessor_codebook)
         if codes < head.size or head.rows.out_features > head.size or head.vocabulary is not None:
             raise misfit(checkpoint, f"its selector knows {codes} tokens, not {head.size}, or drafts a part of them")
-    inputs, confidence = [drafter.config.hidden_size], drafter.confidence_head
+    inputs = [drafter.config.hidden_size]
     if (markov := drafter.markov_head) is not None:
         tokens, drafts = markov.markov_w1.num_embeddings, markov.markov_w2.out_features
         inputs.append(inputs[0] + markov.markov_w1.embedding_dim)
         if tokens < head.size or drafts != head.rows.out_features:
             known = f"{tokens} tokens and drafts {drafts}, not {head.size} and {head.rows.out_features}"
             raise misfit(checkpoint, f"its Markov head knows {known}")
-    if confidence is not None and confidence.size not in inputs:
-        raise misfit(checkpoint, f"its confidence head reads {confidence.size} numbers, not {inputs[-1]}")
-
-
-@dataclass(frozen=True, slots=True)
-class BlockConfig:
-    """A block of `slots` tokens: the last known one and mask tokens.
-
-    `windows` has one entry per layer: its sliding or causal attention, or None. `target_layers` is the number of the
-    target's layers, and `candidates` that of DFlash2's selector.
-    """
-
-    slots: int
-    mask_token: int
-    windows: tuple[Window | None, ...]
-    target_layers: int
-    candidates: int = 0
-
-
-def block_config(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> BlockConfig:
-    """Read it. Raises UserError for keys that are missing or not usable."""
-    slots = _number(checkpoint, "block_size", 1 if _from_anchor(checkpoint) else 2, MOST_SLOTS)
-    tokens = vocabulary_size(target)
-    mask_token = _number(checkpoint, "mask_token_id", 0, tokens - 1)
-    candidates = _number(checkpoint, "selector_top_k", 1, tokens) if is_dflash2(checkpoint) else 0
-    return BlockConfig(slots, mask_token, _windows(checkpoint), layer_count(target), candidates)
-
-
-def _from_anchor(checkpoint: DrafterCheckpoint) -> bool:
-    declared = setting(checkpoint, FROM_ANCHOR)
-    return is_dspark(checkpoint) if declared is None else bool(declared)
+    if checkpoint.has(CONFIDENCE) and (read := checkpoint.shapes[CONFIDENCE][1]) not in inputs:
+        raise misfit(checkpoint, f"its confidence head reads {read} numbers, not {inputs[-1]}")
 
 
 def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
@@ -384,12 +407,12 @@ def check_supported(checkpoint: DrafterCheckpoint) -> None:
         raise _unsupported(checkpoint, "has layers of Gemma")
 
 
-def markov_kind(checkpoint: DrafterCheckpoint) -> str | None:
-    """The declared kind of the Markov head, None if none is declared. Raises UserError for an unknown one."""
-    kind = setting(checkpoint, "markov_head_type")
-    if kind is None or str(kind).lower() in MARKOV_KINDS:
-        return kind if kind is None else str(kind).lower()
-    raise _unsupported(checkpoint, f"has a Markov head of the kind {kind}")
+def markov_kind(checkpoint: DrafterCheckpoint) -> str:
+    """The declared kind of the Markov head, or empty. Raises UserError for an unknown one."""
+    kind = str(setting(checkpoint, "markov_head_type") or "").lower()
+    if kind not in ("", VANILLA, GATED, RECURRENT):
+        raise _unsupported(checkpoint, f"has a Markov head of the kind {kind}")
+    return kind
 
 
 def _unsupported(checkpoint: DrafterCheckpoint, what: str) -> UserError:
@@ -409,7 +432,6 @@ def _number(checkpoint: DrafterCheckpoint, key: str, lowest: int, highest: int) 
 
 
 def _feature_layers(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> tuple[int, ...]:
-    """The hidden states that the drafter reads."""
     count, states = layer_count(target), setting(checkpoint, "aux_hidden_state_layer_ids")
     outputs = setting(checkpoint, "target_layer_ids")
     if states:

@@ -93,14 +93,12 @@ class Eagle3(StepwiseDrafter):
         if len(self.fc_norm):
             chunks = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        states: Tensor = self.fc(features)
-        return states
+        return cast(Tensor, self.fc(features))
 
     def next_states(
         self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any, *, keeps_last: bool = False
     ) -> Tensor:
-        next_states: Tensor = self(states, self.embed_tokens(tokens), positions, cache=cache, keeps_last=keeps_last)
-        return next_states
+        return cast(Tensor, self(states, self.embed_tokens(tokens), positions, cache=cache, keeps_last=keeps_last))
 
     def forward(
         self, states: Tensor, embedded: Tensor, positions: Tensor, *, cache: Any = None, keeps_last: bool = False
@@ -153,8 +151,8 @@ class Eagle3(StepwiseDrafter):
 
     def drafted_logits(self, state: Tensor) -> Tensor:
         """Logits (T, V') of the draft vocabulary."""
-        logits: Tensor = cast(Any, self.lm_head).rows(self.norm(state) if self.conventions.norm_before_head else state)
-        return logits
+        state = self.norm(state) if self.conventions.norm_before_head else state
+        return cast(Tensor, cast(DraftHead, self.lm_head).rows(state))
 
     def draft_spec(self) -> DraftSpec | None:
         """What an entry computes, for engines with programs of their own. None if it cannot be described."""

@@ -4,8 +4,6 @@ If SGLang can compute the drafter, the keys that it reads are at the top of the 
 numbers hidden states as inputs of layers, and the last one, n, is the state before the final norm.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +174,6 @@ def can_be_stored(drafter: Eagle3) -> bool:
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
-    """The content of config.json."""
     conventions, count, layer = drafter.conventions, drafter.target_layers, _layer_config(drafter)
     ids = [count if number in (-1, count + 1) else number for number in conventions.feature_layers]
     return _sglang_keys(drafter, layer, ids) | {

@@ -3,16 +3,13 @@
 Drafters that look like models, but have a format that is not supported, are refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.dflash import is_dflash, is_dspark_drafter, load_dflash
-from utils.drafter_formats.dflash2 import is_dflash2
+from utils.drafter_formats.dflash import is_dflash, is_dflash2, is_dspark_drafter, load_dflash
 from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.errors import UserError

@@ -27,13 +27,13 @@ from utils.decode.kv_cache import GrowingLayer
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
+from utils.drafter_formats.layer_config import FULL, SLIDING
 from utils.drafter_formats.target_parts import misfit
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of drafters
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # whose text layers are equal
-SLIDING, FULL = "sliding_attention", "full_attention"
 # What the layers of an assistant cannot have, so that keys of other model types and defaults do not turn it on.
 PLAIN = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False}
 
@@ -122,9 +122,6 @@ class Gemma4Assistant(StepwiseDrafter):
     def new_cache(self) -> SharedKeys:
         return SharedKeys()
 
-    def fuse_features(self, features: Tensor) -> Tensor:
-        return features
-
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: SharedKeys) -> Tensor:
         """A known position has the inputs of two layers besides its hidden state. One that was drafted has only the
         assistant's own state: it attends to what was known before the first draft, from the same position.
@@ -153,22 +150,18 @@ class Gemma4Assistant(StepwiseDrafter):
         }
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             x = layer(x, shared_kv_states=shared, position_embeddings=self.rotary(x, position, kind))
-        normed: Tensor = self.norm(x)
-        return normed
+        return cast(Tensor, self.norm(x))
 
     def logits(self, state: Tensor) -> Tensor:
         if self.masked_embedding is None:
-            rows: Tensor = self.lm_head(state)
-            return rows
+            return cast(Tensor, self.lm_head(state))
         return torch.cat([self.masked_embedding(row[None, None], self.lm_head.weight)[0] for row in state])
 
     def feedback(self, state: Tensor) -> Tensor:
-        projected: Tensor = self.post_projection(state)
-        return projected
+        return cast(Tensor, self.post_projection(state))
 
 
 def is_gemma4_assistant(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether a checkpoint's config says that it is an assistant."""
     return checkpoint.config.get("model_type") in ASSISTANTS
 
 
@@ -193,7 +186,6 @@ def load_gemma4_assistant(checkpoint: DrafterCheckpoint, target: PreTrainedModel
 
 
 def _configs(checkpoint: DrafterCheckpoint) -> tuple[Any, Gemma4AssistantConfig]:
-    """The configs of the layers and of the whole."""
     text = dict(checkpoint.config["text_config"])
     for key in ("model_type", "num_kv_shared_layers"):
         text.pop(key, None)

@@ -1,7 +1,5 @@
 """The config of a drafter's layers, from the keys of its config.json, and the layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -80,28 +80,17 @@ class Mtp(StepwiseDrafter):
         # A sliding cache could not bring back what rejected drafts pushed out of its window.
         return new_cache(self.config, keeps_all=True)
 
-    def fuse_features(self, features: Tensor) -> Tensor:
-        return features
-
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        result: Tensor = self.layer(
-            self.embed_tokens(tokens).to(states.dtype),
-            states,
-            position_embeddings=self.rotary(states, positions, **self.rotary_keys),
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return result
+        embedded = self.embed_tokens(tokens).to(states.dtype)
+        arguments = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "attention_mask": None}
+        arguments["position_embeddings"] = self.rotary(states, positions, **self.rotary_keys)
+        return cast(Tensor, self.layer(embedded, states, **arguments))
 
     def logits(self, state: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(state))
-        return logits
+        return cast(Tensor, self.lm_head(self.norm(state)))
 
     def feedback(self, state: Tensor) -> Tensor:
-        normed: Tensor = self.norm(state)
-        return normed if self.conventions.norm_output else state
+        return cast(Tensor, self.norm(state)) if self.conventions.norm_output else state
 
 
 def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
@@ -148,28 +137,16 @@ LAYOUTS = (
     Layout(
         r"layers\.\d+\.",
         "eh_proj.weight",
-        {
-            "enorm.": "layer.enorm.",
-            "hnorm.": "layer.hnorm.",
-            "eh_proj.": "layer.eh_proj.",
-            "shared_head.norm.": "norm.",
-            "shared_head.head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-        },
+        {name: f"layer.{name}" for name in ("enorm.", "hnorm.", "eh_proj.")}
+        | {"shared_head.norm.": "norm.", "shared_head.head.": "lm_head.", "embed_tokens.": "embed_tokens."},
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     ),
     Layout(
         r"mtp\.",
         "fc.weight",
-        {
-            "pre_fc_norm_embedding.": "layer.enorm.",
-            "pre_fc_norm_hidden.": "layer.hnorm.",
-            "fc.": "layer.eh_proj.",
-            "norm.": "norm.",
-            "lm_head.": "lm_head.",
-            "embed_tokens.": "embed_tokens.",
-            "layers.0.": BLOCK,
-        },
+        {"pre_fc_norm_embedding.": "layer.enorm.", "pre_fc_norm_hidden.": "layer.hnorm.", "fc.": "layer.eh_proj."}
+        | {name: name for name in ("norm.", "lm_head.", "embed_tokens.")}
+        | {"layers.0.": BLOCK},
         ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"),
     ),
 )

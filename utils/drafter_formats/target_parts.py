@@ -4,8 +4,6 @@ and target.json, a sample of the target's weights beside a drafter that this pro
 A drafter of another target with the same sizes would give correct text and no speed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,6 @@ from utils.errors import UserError
 from utils.files import read_text, replacing
 
 NAME, VERSION = "target.json", 1
-REMEDY = "name a drafter of this target, or train one with `python -m sampling.distill`"
 # Number formats move a fingerprint by less than this share of its norm; different models are further apart.
 FINGERPRINT_TOLERANCE = 0.02
 
@@ -62,15 +59,12 @@ def load_head(checkpoint: DrafterCheckpoint, target: PreTrainedModel, hidden: in
 
     Its input has size `hidden`. Raises UserError if sizes or ids do not fit the target.
     """
-    size, shared = vocabulary_size(target), target.get_output_embeddings().weight.detach()
-    if checkpoint.has("lm_head.weight"):
-        weight = checkpoint.tensors(["lm_head.weight"])["lm_head.weight"]
-        weight = shared if _same(weight, shared) else weight
-    else:
-        weight = shared
-    vocabulary = _vocabulary(checkpoint, size)
-    has_own = checkpoint.has("lm_head.weight")
-    if vocabulary is not None and not has_own:
+    size, weight = vocabulary_size(target), target.get_output_embeddings().weight.detach()
+    vocabulary, has_own = _vocabulary(checkpoint, size), checkpoint.has("lm_head.weight")
+    if has_own:
+        own = checkpoint.tensors(["lm_head.weight"])["lm_head.weight"]
+        weight = weight if _same(own, weight) else own
+    elif vocabulary is not None:
         weight = weight[vocabulary.to(weight.device)]
     # Without any row, all logits would be minus infinity.
     if weight.shape[1:] != (hidden,) or not len(weight) or (vocabulary is None and len(weight) > size):
@@ -201,7 +195,10 @@ def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
     except Exception as error:  # whatever a damaged file leads to
         raise UserError(f"{path} is damaged: fetch it again, or delete it to load the drafter unchecked.") from error
     if not same:
-        raise UserError(f"'{checkpoint.name}' was trained for {name}, which is not this target: {REMEDY}.")
+        raise UserError(
+            f"'{checkpoint.name}' was trained for {name}, which is not this target: name a drafter of this target, or "
+            "train one with `python -m sampling.distill`."
+        )
     return window
 
 

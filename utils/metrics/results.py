@@ -7,19 +7,18 @@ not counted. A rate without a denominator is None.
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified
+from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified, matching_prefix
 from utils.decode.session import TargetSession
 from utils.decode.steps import FinishReason, Step, by_position
 
 Clock = Callable[[], float]
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +46,29 @@ class Stopwatch:
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
-        self._drafting = self._verifying = 0.0
+        self._start()
+
+    def _start(self) -> None:
+        self._seconds = {"drafting": 0.0, "verifying": 0.0}
         self._drafts, self._kind = 0, ""
 
-    def time_drafter(
-        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Count the time of the block as `drafting` or as `verifying`."""
         began = self._clock()
         try:
-            return work(*args, **kwargs)
+            yield
         finally:
-            self._drafting += self._clock() - began
+            self._seconds[part] += self._clock() - began
 
     def count(self, draft: Draft) -> None:
         # Withheld drafts took as long to compute as proposed ones.
         self._drafts, self._kind = len(draft.tokens) + draft.withheld, draft.kind
 
-    def time_verify(self, session: TargetSession, context: list[int], keep: int) -> Tensor:
-        began = self._clock()
-        try:
-            logits = session.feed(context, keep)
-            if logits.is_cuda:
-                logits[0, 0].item()  # CUDA is asynchronous: wait for the result, as the loop would do next
-            return logits
-        finally:
-            self._verifying += self._clock() - began
-
     def read(self, total: float) -> RoundTiming:
         """The timing of a round that took `total` seconds. Starts the next round."""
-        timing = RoundTiming(self._drafting, self._verifying, total, self._drafts, self._kind)
-        self._drafting, self._verifying, self._drafts, self._kind = 0.0, 0.0, 0, ""
+        timing = RoundTiming(**self._seconds, total=total, drafts=self._drafts, kind=self._kind)
+        self._start()
         return timing
 
 
@@ -87,15 +79,18 @@ class TimedDrafter:
         self._drafter, self._watch = drafter, watch
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._watch.time_drafter(self._drafter.begin, prompt, context)
+        with self._watch.timing("drafting"):
+            self._drafter.begin(prompt, context)
 
     def propose(self, context: list[int], count: int) -> Draft:
-        draft = self._watch.time_drafter(self._drafter.propose, context, count)
+        with self._watch.timing("drafting"):
+            draft = self._drafter.propose(context, count)
         self._watch.count(draft)
         return draft
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        self._watch.time_drafter(self._drafter.commit, context, verified)
+        with self._watch.timing("drafting"):
+            self._drafter.commit(context, verified)
 
 
 class TimedSession:
@@ -109,7 +104,11 @@ class TimedSession:
         self.take_features = session.take_features
 
     def feed(self, context: list[int], keep: int) -> Tensor:
-        return self._watch.time_verify(self._session, context, keep)
+        with self._watch.timing("verifying"):
+            logits = self._session.feed(context, keep)
+            if logits.is_cuda:
+                logits[0, 0].item()  # CUDA is asynchronous: wait for the result, as the loop would do next
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class Generation:
     """One finished or interrupted run.
 
     `seconds` is the time inside the decoder, with prefill and storage fill; `first_seconds` is the time until the first
-    step. `timings` and `traces` have one entry per step if a stopwatch or a tracer was used.
+    step. `timings` has one entry per step.
     """
 
     steps: tuple[Step, ...]
@@ -231,7 +230,6 @@ class Generation:
     first_seconds: float | None
     finish: FinishReason
     timings: tuple[RoundTiming, ...] = ()
-    traces: tuple[tuple[DraftTrace, ...], ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -314,11 +312,11 @@ def collect(
 ) -> Generation:
     """Drain a decoder. Ctrl-C ends the run: earlier steps are returned with FinishReason.INTERRUPTED.
 
-    `watch` receives each step. `stopwatch` and `tracer` are those that wrap the decoder's drafter and target.
+    `watch` receives each step, its timing and its traces. `stopwatch` and `tracer` are those that wrap the decoder's
+    drafter and target.
     """
     made: list[Step] = []
     timings: list[RoundTiming] = []
-    traces: list[tuple[DraftTrace, ...]] = []
     stopwatch = stopwatch or Stopwatch(clock)
     seconds: float = 0.0
     first: float | None = None
@@ -336,12 +334,11 @@ def collect(
             made.append(step)
             timings.append(stopwatch.read(spent))
             finish = step.finish or finish
-            traces.append(tracer.read(step) if tracer else ())
-            watch(step, timings[-1], traces[-1])
+            watch(step, timings[-1], tracer.read(step) if tracer else ())
     except KeyboardInterrupt:
         finish = FinishReason.INTERRUPTED
         seconds += 0.0 if began is None else clock() - began
-    return Generation(tuple(made), seconds, first, finish, tuple(timings), tuple(traces) if tracer else ())
+    return Generation(tuple(made), seconds, first, finish, tuple(timings))
 
 
 def pooled(runs: Iterable[Generation]) -> Generation:
@@ -353,10 +350,8 @@ def pooled(runs: Iterable[Generation]) -> Generation:
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """The index of the first difference, or None if both are equal. If one is a prefix of the other, its length."""
-    for index, (left, right) in enumerate(zip(ours, theirs, strict=False)):
-        if left != right:
-            return index
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+    same = matching_prefix(ours, theirs)
+    return None if same == len(ours) == len(theirs) else same
 
 
 COPIED_TOKENS = 4  # a token is copied if it ends this many tokens that the text before it contains, too

@@ -73,9 +73,9 @@ class StepwiseDrafter(FeatureDrafter):
         state = self.next_states(states[None], tokens[None], positions, cache)[0, -1:]
         return state, self.logits(state)
 
-    @abstractmethod
     def fuse_features(self, features: Tensor) -> Tensor:
         """Map features of the target (B, T, F) to states (B, T, H)."""
+        return features
 
     @abstractmethod
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:

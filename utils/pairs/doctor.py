@@ -5,8 +5,6 @@ stays right, but hardly any draft is accepted. So the plausible readings of a ch
 predict the target's own text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace

@@ -130,7 +130,6 @@ class DrafterKind:
 
 
 def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
-    """The pair's drafter of any kind."""
     pair = inputs.pair
     # A head has no session: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
@@ -151,7 +150,6 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
 
 
 def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
-    """A drafter that reads hidden states."""
     session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
     adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size)
     drafter = HeadDrafter(
@@ -231,6 +229,7 @@ def _storage(inputs: DrafterInputs) -> BuiltDrafter:
     return BuiltDrafter(drafter, target)
 
 
+NO_DRAFTS = DrafterKind("", _loaded)  # of strategies that do not draft, and never build it
 NGRAM = DrafterKind("ngram", _storage, keeps_texts=True)  # for n-gram assisted decoding, a separate strategy
 DRAFTER_KINDS = (
     DrafterKind(LOADED, _loaded, has_probs=True, uses_loaded=True),
@@ -244,9 +243,9 @@ DRAFTER_KINDS = (
 
 
 def drafter_kind(word: str) -> DrafterKind:
-    """The kind with this word of /drafter_kind, which the value type of the setting has checked."""
+    """The kind with this word of /drafter_kind, which the value type of the setting has checked, or "ngram"."""
     name = f"{LAYERS}K" if word.startswith(LAYERS) else word
-    return next(kind for kind in DRAFTER_KINDS if kind.name == name)
+    return next(kind for kind in (*DRAFTER_KINDS, NGRAM) if kind.name == name)
 
 
 def drafter_label(word: str, pair: Pair) -> str | None:

@@ -6,8 +6,6 @@ Options are checked before anything slow happens, and every failure is a UserErr
 up are left to the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -88,15 +86,6 @@ class LoadedDrafter:
     blocks: GgufBlocks | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterPlan:
-    """How the drafter is loaded once its target is there, and its files, or whether they are the target's own."""
-
-    load: Callable[[LoadedTarget], LoadedDrafter]
-    files: Sequence[Path] = ()
-    in_target: bool = False
-
-
 def load_pair(request: PairRequest, report: Reporter) -> Pair:
     """Load the requested pair. `report` gets a line before each slow step.
 
@@ -110,12 +99,14 @@ def load_pair(request: PairRequest, report: Reporter) -> Pair:
     dtype, may_spread = choose_dtype(request.dtype, device), request.device == "auto"
     where = Placement(device, dtype, report, may_spread, request.engine_weights)
     source = _located(resolved, report)
-    plan = plan_drafter(resolved, where, source)  # before the target is loaded, so that mistakes are reported early
-    target = _load_target(source, resolved, where, reads_rest=plan.in_target)
-    drafter = plan.load(target)
+    # Before the target is loaded, so that mistakes are reported early.
+    load_drafter, files = plan_drafter(resolved, where, source)
+    target = _load_target(source, resolved, where)
+    drafter = load_drafter(target)
     with explained_errors(target.name), quiet():
+        identity = _identity(resolved, [*model_files(source), *files])
         # The request without its defaults is stored, so that /load can change a part of it and resolve the rest again.
-        pair = _pair(request, resolved, target, drafter, identity=_identity(resolved, source, plan))
+        pair = _pair(request, resolved, target, drafter, identity=identity)
     return replace(pair, notes=(*pair.notes, *weight_notes(pair)))
 
 
@@ -142,8 +133,8 @@ def _located(request: PairRequest, report: Reporter) -> Source:
     return locate(request.target, report)
 
 
-def _load_target(source: Source, request: PairRequest, where: Placement, *, reads_rest: bool = False) -> LoadedTarget:
-    model, read, blocks = _read(source, request.quantize, where, reads_rest=reads_rest)
+def _load_target(source: Source, request: PairRequest, where: Placement) -> LoadedTarget:
+    model, read, blocks = _read(source, request.quantize, where, reads_rest=request.drafter == MTP)
     tokenizer = load_tokenizer(source) if read is None else read  # says that there is none
     with explained_errors(source.name):
         end_ids(model, tokenizer)  # invalid end ids must be reported before a drafter is loaded, which is not to blame
@@ -217,26 +208,27 @@ def _engine(target: PreTrainedModel, drafter: LoadedDrafter, weights: EngineWeig
     return Engine([target, *([drafter.model] if drafter.model else [])], weights=weights, identity=identity)
 
 
-def _identity(request: PairRequest, source: Source, plan: DrafterPlan) -> str:
+def _identity(request: PairRequest, files: Sequence[Path]) -> str:
     """The key of stored engine results: the files of the models, and how they are loaded. Empty if they are unknown."""
-    files = [*model_files(source), *plan.files]
     options = (request.drafter, request.dtype, request.quantize, request.drafter_quantize, request.device)
     return "\n".join([*map(file_state, files), *map(str, options)]) if files else ""
 
 
-def plan_drafter(request: PairRequest, where: Placement, target: Source) -> DrafterPlan:
+def plan_drafter(
+    request: PairRequest, where: Placement, target: Source
+) -> tuple[Callable[[LoadedTarget], LoadedDrafter], Sequence[Path]]:
     """Find the drafter before the target is loaded. `target` is the target's source.
 
-    Raises UserError if it does not exist or does not suit the request.
+    Returns how it is loaded once the target is there, and its files besides the target's. Raises UserError if it does
+    not exist or does not suit the request.
     """
     drafter, layers = request.drafter, layer_count(request.drafter)
     if drafter is None or layers:
-        return DrafterPlan(partial(_cut_layers, layers))
+        return partial(_cut_layers, layers), ()
     if drafter == MTP:
         checkpoint = _own_layers(target)
         check_shared(request, SHARED.format(MTP_FORMAT.name))
-        load = partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name)
-        return DrafterPlan(load, in_target=True)
+        return partial(_load_published, checkpoint, MTP_FORMAT, kind=MTP_FORMAT.name), ()
     check_quantization(request.drafter_quantize, where.device)
     if drafter == HEAD and request.target != EMBEDDED:
         raise UserError(
@@ -246,8 +238,8 @@ def plan_drafter(request: PairRequest, where: Placement, target: Source) -> Draf
     if published := _published(source):
         check_shared(request, SHARED.format(published[1].name))
         kind = HEAD if drafter == HEAD else published[1].name
-        return DrafterPlan(partial(_load_published, *published, kind=kind), model_files(source))
-    return DrafterPlan(partial(_load_model, source, request.drafter_quantize, where), model_files(source))
+        return partial(_load_published, *published, kind=kind), model_files(source)
+    return partial(_load_model, source, request.drafter_quantize, where), model_files(source)
 
 
 def _published(source: Source) -> tuple[DrafterCheckpoint, DrafterFormat] | None:

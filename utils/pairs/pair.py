@@ -4,8 +4,6 @@ Vocabularies are compared id by id, and context lengths, sizes and caches. The t
 draft, so an unsuitable drafter never changes the text. It only makes drafts useless, so the program reports it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -217,7 +215,6 @@ class Pair:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads, if any."""
         return self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
 
 
@@ -242,15 +239,13 @@ def weight_notes(pair: Pair) -> Iterator[str]:
     name = pair.target_name
     if (kind := pair.request.engine_weights) in ROUNDED:
         yield f"with {kind} weights {name} is a different model, compared only with itself"
-    reason = (
-        ""
-        if pair.dtype == "float32"
-        else f"in {pair.dtype} the rounding of {name}'s logits depends on the verify width"
-    )
+    reason = ""
     if depends_on_width(pair):
         reason = (
-            f"bnb-int8 searches all positions of a verify pass for outliers, so {name}'s logits depend on its width"
+            f"bnb-int8 looks for outliers in all positions of a verify pass, so {name}'s logits depend on its width"
         )
+    elif pair.dtype != "float32":
+        reason = f"in {pair.dtype} the rounding of {name}'s logits depends on the verify width"
     if reason:
         yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
 

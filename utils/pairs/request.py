@@ -3,8 +3,6 @@
 Nothing is loaded and torch is not imported here.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ and those that end an answer, are read from the model and its chat template, nev
 template yields ids directly: rendering text and tokenizing it again would double the first token of many models.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -16,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from utils.decode.drafts import matching_prefix
 from utils.decode.model_info import vocabulary_size
 from utils.errors import ContextOverflow, UserError
 from utils.models.load_errors import first_line
@@ -72,12 +71,8 @@ def turns_from_messages(messages: Sequence[Message]) -> Turns:
 
 def diverging_turn(ours: Turns, theirs: Turns) -> int:
     """The number, from 1, of the first turn before which two different conversations differ."""
-    shared = next(
-        (index for index, (own, other) in enumerate(zip(ours, theirs, strict=False)) if own != other),
-        min(len(ours), len(theirs)),
-    )
-    # Turn shared + 1 itself differs, after an equal history. The next one is the first with a different history.
-    return shared + 2
+    # The turn after the equal ones differs itself, after an equal history. The next one has a different history.
+    return matching_prefix(ours, theirs) + 2
 
 
 def with_reset_hint(error: Exception, turns: Turns) -> Exception:
@@ -133,9 +128,9 @@ def prompt_ids(
     """
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     fields: dict[str, Any] = json.loads(request) if chat and request else {}
-    messages = _messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
+    messages = conversation_messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
     messages = request_messages(messages, fields) if fields else messages
-    inputs = {"messages": messages, **_template_options(tokenizer, fields)}
+    inputs = {"conversation": messages, **_template_options(tokenizer, fields)}
     names = () if special else _names_in(tokenizer, inputs)
     if not chat:
         ids = tokenizer(encodable(text), **({"split_special_tokens": True} if names else {}))["input_ids"]
@@ -150,7 +145,7 @@ def prompt_ids(
     return list(ids)
 
 
-def _messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
+def conversation_messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
     """The whole conversation in the form that templates expect."""
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = [*opening, *to_messages(history), {"role": "user", "content": text}]
@@ -220,13 +215,13 @@ def _ids_with_names_as_text(
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any], **options: Any) -> Any:
     """Apply the chat template to the messages of a conversation that ends with a prompt, and to its other inputs."""
-    messages, further = inputs["messages"], {name: value for name, value in inputs.items() if name != "messages"}
     if not has_chat_template(tokenizer):
         raise UserError("This model has no chat template: use /chat off to send the prompt as plain text.")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **further, **options)
+        return tokenizer.apply_chat_template(add_generation_prompt=True, **inputs, **options)
     except Exception as error:  # templates are sandboxed code: after any error in one, plain text can still be sent
-        raise UserError(f"The chat template of this model {_refusal(messages).format(first_line(error))}") from error
+        refusal = _refusal(inputs["conversation"]).format(first_line(error))
+        raise UserError(f"The chat template of this model {refusal}") from error
 
 
 def _refusal(messages: list[Message]) -> str:

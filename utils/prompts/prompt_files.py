@@ -21,10 +21,6 @@ NO_PROMPT = (
     '{}: a JSON line needs a "prompt", a text, "turns", a list of texts that are not blank, or "messages", for example '
     '{{"prompt": "Hello"}}.'
 )
-NOT_FETCHED = (
-    "{}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches the "
-    "texts of SPEED-Bench."
-)
 PARQUET = "The prompts file {} is a Parquet file: convert it to JSON lines, for example with read_parquet of pandas."
 # Spec-Bench (Xia et al. 2024, hemingkx/Spec-Bench, data/spec_bench/question.jsonl) has question_id (a whole number),
 # category and turns. Its tables count the eight categories of MT-bench as one (evaluation/speed.py). SPEED-Bench
@@ -37,8 +33,6 @@ MT_BENCH_CATEGORIES = frozenset(
 )
 SPEED_BENCH_FIELDS = ("sub_category", "multiturn", "src_id", "difficulty")
 ENTROPY_BANDS = frozenset(("low_entropy", "mixed", "high_entropy"))
-# SPEED-Bench is published without the texts of datasets that may not be copied.
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # In GSM8K, MATH-500 and MBPP. With HumanEval and MT-bench these are the sets spec_al_gsm8k and so on of AIPerf.
 OTHER_PROMPTS = ("question", "problem", "text")
 Item = TypeVar("Item")
@@ -119,8 +113,12 @@ def _turns(entry: Mapping[str, object], where: str) -> list[str]:
     texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()]
     if not texts or len(texts) < len(turns):
         raise UserError(NO_PROMPT.format(where))
-    if any(text.startswith(PLACEHOLDER) for text in texts):
-        raise UserError(NOT_FETCHED.format(where))
+    # SPEED-Bench is published without the texts of datasets that may not be copied.
+    if any(text.startswith("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE") for text in texts):
+        raise UserError(
+            f"{where}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches "
+            "the texts of SPEED-Bench."
+        )
     return texts
 
 

@@ -34,7 +34,6 @@ SECRET = re.compile(r"(?:(?:key|token|secret)\s*=|--\S*(?:key|token|secret)\s)\s
 LOOPBACK = "localhost"
 NAMES = ("baseline", "same")  # options that name a server
 TARGET = "target"  # the baseline that is not a server: the local target alone
-MAX_SERVERS = 32
 SHORTEST_KEY = 8  # characters; shorter placeholders such as EMPTY are not secret and may be words of a text
 REMOVED = "[key]"
 Default = TypeVar("Default")
@@ -260,8 +259,6 @@ def checked(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
         raise UserError(f"There is a server {taken} already; /server remove {taken} removes it.")
     if TARGET in names:
         raise UserError(f"{TARGET} is the local target; choose another name.")
-    if len(names) > MAX_SERVERS:
-        raise UserError(f"At most {MAX_SERVERS} servers can be used at once; /server remove NAME removes one.")
     for address in addresses:
         for option in NAMES:
             if (name := getattr(address, option)) is not None:

@@ -39,7 +39,6 @@ STREAM = "text/event-stream"  # the content type
 DONE = "[DONE]"  # the data of the last event of OpenAI's protocol
 CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that reached the maximum number of tokens
 ABORTED = ("abort", "error", "content_filter")  # finish reasons of answers that are not complete
-UNAVAILABLE = 503
 TOO_LONG = re.compile(r"context|too (?:large|long)|exceed|reduce the length", re.IGNORECASE)  # not a refused field
 
 
@@ -76,7 +75,7 @@ class ServerClient:
             if self._page("/health") is None:
                 self.models()
         except ServerError as error:
-            if error.status == UNAVAILABLE or isinstance(error.__cause__, httpx.TransportError):
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE or isinstance(error.__cause__, httpx.TransportError):
                 return False
             raise
         return True
@@ -111,7 +110,6 @@ class ServerClient:
             return None
 
     def get_text(self, path: str) -> str | None:
-        """The text of a page, or None if the page does not exist."""
         page = self._page(path)
         return None if page is None else page.decode("utf-8", "replace")
 
@@ -231,26 +229,23 @@ def _deadline(seconds: float) -> Iterator[Callable[[str, Mapping[str, Any]], Non
 
     The timeouts of httpx begin anew with every byte.
     """
-    streams: list[Any] = []
-    over = threading.Event()
+    streams, end = list[Any](), time.monotonic() + seconds
 
     def trace(event: str, facts: Mapping[str, Any]) -> None:
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             streams.append(facts["return_value"])
 
-    def end() -> None:
-        over.set()
-        for stream in streams[-1:]:
-            with suppress(OSError):
-                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    def shut() -> None:
+        with suppress(OSError, IndexError):
+            streams[-1].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, shut)
     timer.daemon = True
     timer.start()
     try:
         yield trace
     except httpx.TransportError as error:
-        if over.is_set():
+        if time.monotonic() >= end:
             raise httpx.ReadTimeout("the headers are not complete") from error
         raise
     finally:

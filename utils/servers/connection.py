@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from utils.errors import UserError
+from utils.errors import UserError, check_choice
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
@@ -101,6 +101,13 @@ class ServerList:
     def addresses(self) -> tuple[ServerAddress, ...]:
         return tuple(connection.address for connection in self)
 
+    def named(self, words: Sequence[str], example: str) -> Connection:
+        """The server whose name is the first word of a command. Raises UserError if there is none."""
+        if not words:
+            names = ", ".join(self.connections) or "none"
+            raise UserError(f"which server? This session has {names}; for example {example}.")
+        return self.connections[check_choice(words[0], tuple(self.connections), "server")]
+
     def use(self, addresses: Sequence[ServerAddress]) -> None:
         """Use these servers from now on. Servers that stay keep their connections, and local ones that are missing are
         ended.
@@ -115,9 +122,8 @@ class ServerList:
             if self.connections.get(name) is not connection:
                 connection.close()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
-        for name in self.local.names():
-            if name not in self.connections:
-                self.local.stop(name)
+        for name in set(self.local.names()) - set(self.connections):
+            self.local.stop(name)
 
     def note_text(self, name: str, prompt: str, same: bool | None) -> None:
         """Remember whether the text for a prompt equals the baseline's. None means that they were not compared."""
@@ -137,8 +143,7 @@ class ServerList:
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:
         """Restart a local server in another way. If that fails, it stays in the list without running."""
-        if name in self.local.names():
-            self.local.stop(name)
+        self.local.stop(name)
         url = yield from self.local.start(name, launch)
         self.use([replace(one, url=url) if one.name == name else one for one in self.addresses])
 

@@ -102,15 +102,16 @@ class _Clients:
     def work(self) -> None:
         """One client: it sends requests until there are no more or the time is over."""
         while (number := self._next()) is not None:
-            sent, completion, error = time.perf_counter() - self.began, None, ""
+            sent, completion, acceptance, error = time.perf_counter() - self.began, None, None, ""
             try:
                 completion = self.target.client.complete(self.requests[number], self.target.kind, self._watch)
+                acceptance = self.target.kind.acceptance(completion, {}, {})
             except _Over:
                 return
             except UserError as failure:
                 error = str(failure)
             with self.lock:
-                self.done.append(LoadRequest(number, sent, completion, error=error))
+                self.done.append(LoadRequest(number, sent, completion, acceptance, error))
 
     def _next(self) -> int | None:
         """The next request, once it is time to send it, or None if none is sent any more."""
@@ -171,21 +172,16 @@ def _measured(kind: ServerKind, answered: LoadSlice, before: Counters, after: Co
 
     Counters are not valid if the server generated other tokens meanwhile, such as those of failed requests.
     """
-    requests = []
-    for one in answered.requests:
-        own = None if one.completion is None else kind.acceptance(one.completion, {}, {})
-        requests.append(replace(one, acceptance=own))
     tokens = answered.tokens
-    together = ServerCompletion("", (), FinishReason.LENGTH, "", answered.seconds, usage_tokens=tokens)
-    found = sum_of_drafts([(one.acceptance, one.completion.token_count) for one in requests if one.completion])
-    found = (
-        kind.acceptance(together, before, after)
-        if found is None
-        else with_positions(found, growth(before, after) or {})
-    )
+    found = sum_of_drafts([(one.acceptance, one.completion.token_count) for one in answered.requests if one.completion])
+    if found is not None:
+        found = with_positions(found, growth(before, after) or {})
+    else:
+        together = ServerCompletion("", (), FinishReason.LENGTH, "", answered.seconds, usage_tokens=tokens)
+        found = kind.acceptance(together, before, after)
     is_complete = not answered.unfinished and not answered.failures
     others = kind.other_tokens(tokens, before, after) if is_complete else None
-    return replace(answered, requests=tuple(requests), acceptance=found, other_tokens=others)
+    return replace(answered, acceptance=found, other_tokens=others)
 
 
 def sum_of_drafts(parts: Sequence[tuple[ServerAcceptance | None, int | None]]) -> ServerAcceptance | None:

@@ -87,7 +87,7 @@ def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys
     page = page_of(pair.target, pair.drafter.feature_layers)
     with torch.no_grad():
         student = load_student(tmp_path / "out", Target(pair.target, None, output_weight(pair.target)))
-        steps = [part.states[0] @ part.rows.T for part in student.predictions(page, 3)]
+        steps = [states[0] @ student.rows.T for states in student.predictions(page, 3)]
     assert student.layers == (*pair.drafter.feature_layers, -1) and steps[0].std() > 0.1
     session, tokens, known = feature_session(pair.drafter), page.tokens[0].tolist(), 0
     session.begin(tokens[:1])

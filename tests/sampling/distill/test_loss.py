@@ -7,7 +7,7 @@ from tiny import hidden_features, tiny_head, tiny_llama
 from torch.nn.functional import log_softmax, softmax
 
 from sampling.distill.pages import ANSWER, TextPage
-from sampling.distill.students import Predictions, Student
+from sampling.distill.students import Student
 from sampling.distill.trainer import count_acceptance, distillation_loss
 
 LAYERS = (1, -1)
@@ -24,11 +24,11 @@ def test_the_loss_and_its_gradient_are_cross_entropy():
     gradients = {name: part.grad.clone() for name, part in student.head.named_parameters() if part.grad is not None}
     student.head.zero_grad()
     step_losses = []
-    for predictions in student.predictions(page, 2):
-        begin, end = predictions.position, predictions.position + predictions.states.shape[1]
+    for begin, states in enumerate(student.predictions(page, 2), start=2):
+        end = begin + states.shape[1]
         target_logits = page.features[:, begin - 1 : end - 1, -32:] @ lm_head.T
         target_logits = target_logits[..., student.vocabulary]
-        log_q = log_softmax(predictions.states @ predictions.rows.T, -1)
+        log_q = log_softmax(states @ student.rows.T, -1)
         cross_entropy = -(softmax(target_logits, -1) * log_q).sum(-1)
         step_losses.append(cross_entropy[page.sources[:, begin:end] > 0].mean())
     expected = (step_losses[0] + 0.8 * step_losses[1]) / 1.8
@@ -50,13 +50,13 @@ class ModelStudent:
     """Drafts what a model without hidden states of the target predicts, at every step from the true tokens."""
 
     def __init__(self, model):
-        self.model, self.vocabulary = model, torch.arange(model.config.vocab_size)
+        self.model, self.rows, self.vocabulary = model, model.lm_head.weight, torch.arange(model.config.vocab_size)
 
     def predictions(self, page, steps):
         states = self.model.model(input_ids=page.tokens).last_hidden_state
         count = page.tokens.shape[1] - steps - 1
         for step in range(steps):
-            yield Predictions(states[:, step + 1 : step + 1 + count], self.model.lm_head.weight, step + 2)
+            yield states[:, step + 1 : step + 1 + count]
 
 
 def test_acceptance_counts_drafts_as_decoding_would():

@@ -25,7 +25,7 @@ from utils.engine import Engine
 from utils.engine.module_swap import EngineLinear
 from utils.errors import UserError
 from utils.metrics.results import acceptance_of, tokens_of
-from utils.pairs.drafter_kinds import drafter_alone, drafter_kind
+from utils.pairs.drafter_kinds import drafter_alone
 
 PROMPT = [3, 1, 4, 1, 5]
 SIZE = 8  # a vocabulary so small that random drafts are often right
@@ -55,7 +55,7 @@ def test_drafting_computes_what_training_computed(known):
     features = features_of(target, tokens)
     page = TextPage(torch.tensor([tokens]), features, torch.ones(1, len(tokens), dtype=torch.bool), torch.zeros(1))
     student = Student(model, model.embed_tokens, model.lm_head.rows.weight, model.lm_head.vocabulary)
-    unrolled = [step.states @ step.rows.T for step in student.predictions(page, 3)]
+    unrolled = [states @ student.rows.T for states in student.predictions(page, 3)]
     model.config._attn_implementation = "row_invariant"
     session = HeadSession(model)
     session.begin(tokens[: known + 1])
@@ -133,7 +133,7 @@ def test_a_shared_prefill_carries_the_features_of_the_prompt():
 
 def run(job):
     rule = RULES[job.settings.verify]
-    built = drafter_kind("loaded").build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    built = job.build_drafter()
     gamma = job.settings.gamma
     return tuple(speculative_steps(job.prompt, built.drafter, built.target, job.decoding, gamma=gamma, rule=rule))
 
@@ -147,7 +147,7 @@ def head_pair(**overrides):
 def test_a_head_alone_continues_from_the_features_of_the_prompt():
     pair = head_pair()
     job = Job(PROMPT, pair, Settings(length=12, chat=False), NGramStorage(3, 64))
-    session = drafter_alone(job.drafter_inputs(shares_noise=False))
+    session = drafter_alone(job.drafter_inputs())
     text = tokens_of(autoregressive_steps(PROMPT, session, job.decoding))
     model = pair.drafter
     session = HeadSession(model)

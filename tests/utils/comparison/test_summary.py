@@ -97,7 +97,7 @@ def test_others_without_an_accepted_draft_are_named_beside_the_winner() -> None:
 
 def test_the_fastest_of_several_drafters_is_named() -> None:
     text = said(speculative_head=drafting(1.2), speculative_lookup=drafting(1.4), target=run_of(60))
-    assert text.startswith("speculative lookup was the fastest, about 1.4x")
+    assert text.startswith("speculative lookup was about 1.4x")
     alone = said(speculative_head=drafting(0.8), speculative_lookup=drafting(1.4), target=run_of(60))
     assert alone.startswith("speculative lookup was about 1.4x")
 
@@ -107,14 +107,12 @@ def test_no_winner_is_named_where_there_is_none(factor: float, word: str) -> Non
     text = said(speculative=drafting(factor), target=run_of(60))
     assert word in text and "1.0x" not in text and "/race 5 checks" not in text
     several = said(speculative=drafting(factor), ngram=drafting(factor - 0.01), target=run_of(60))
-    assert several.startswith("Nothing was") and "/race 5 checks" not in several
+    assert word in several and "1.0x" not in several and "/race 5 checks" not in several
 
 
 def test_texts_that_differ_are_named() -> None:
     text = said(speculative=drafting(1.4, token=6), ngram=drafting(1.1), target=run_of(60))
-    assert "the text of ngram is the target's own, that of speculative differs; /race 5" in text
-    alone = said(speculative=drafting(1.4, token=6), target=run_of(60))
-    assert "the text is not the target's own: that of speculative differs" in alone
+    assert "the text of speculative is not the target's own; /race 5" in text
 
 
 def test_texts_of_different_requests_are_not_compared() -> None:

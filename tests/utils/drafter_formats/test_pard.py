@@ -51,7 +51,7 @@ def job_of(pair: Any, **settings: Any) -> Job:
 def run(pair: Any, **settings: Any) -> tuple[Any, list[Any], list[int]]:
     """What the pair's drafter is built into, a run, and the target's own text."""
     job = job_of(pair, **settings)
-    built = drafter_kind("loaded").build(job.drafter_inputs(shares_noise=True))
+    built = drafter_kind("loaded").build(job.drafter_inputs())
     steps = speculative_steps(PROMPT, built.drafter, built.target, job.decoding, gamma=16, rule=RULES["coupled"])
     expected = autoregressive_steps(PROMPT, job.session("target", rewinds=False), job.decoding)
     return built, list(steps), tokens_of(expected)
@@ -78,7 +78,7 @@ def test_drafts_are_the_models_own_after_mask_tokens(tmp_path, target):
     pair = load(target, drafter(tmp_path, pard_token=290))
     with torch.no_grad():
         expected = pair.drafter(torch.tensor([[*PROMPT, *[290] * 7]])).logits[0, -8:]
-    session = drafter_kind("loaded").build(job_of(pair).drafter_inputs(shares_noise=True)).drafter._session
+    session = drafter_kind("loaded").build(job_of(pair).drafter_inputs()).drafter._session
     session.begin(PROMPT)
     rows = [session.feed([*PROMPT, *range(row)], keep=1)[0] for row in range(8)]
     assert torch.allclose(torch.stack(rows), expected, atol=1e-4)

@@ -8,8 +8,7 @@ from decoder_families import FAMILIES, in_turn, tiny_model
 from graphs_on_cpu import MODELS, VOCABULARY, attached, equal, ids, replays
 from tiny import tiny_head
 
-from sampling.drafters.feature_sessions import HeadSession
-from sampling.drafters.head import HeadDrafter
+from sampling.drafters.feature_sessions import HeadDrafter, HeadSession
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
 from utils.decode.features import layer_count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +22,19 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.metrics.results import DraftTrace, DraftTracer, Generation, RoundTiming, collect, rank
+from utils.metrics.results import DraftTrace, DraftTracer, RoundTiming, collect, rank
 from utils.repl.repl_session import Verdict
 from utils.screen.run_view import RATIO_LEVELS, legend, round_pieces, show_round, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
 
-def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, Generation]:
+def traced(steps: Iterator[Step], tracer: DraftTracer) -> list[tuple[Step, Sequence[DraftTrace]]]:
+    """The steps of a run with their traces."""
+    return [(step, tracer.read(step)) for step in steps]
+
+
+def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, list[tuple[Step, Sequence[DraftTrace]]]]:
     """Two tiny models and a traced run."""
     target, drafter = tiny_llama(seed=0), tiny_llama(seed=1)
     decoding = Decoding.of(processor, 24, end_ids=None, seed=3)
@@ -36,7 +42,7 @@ def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, Gener
     size, shares_noise = target.config.vocab_size, verification.shares_noise
     drafts = ModelDrafter(ModelSession(drafter), decoding, size, shares_noise=shares_noise, observed=True)
     steps = speculative_steps(PROMPT, tracer.around(drafts), ModelSession(target), decoding, gamma=3, rule=verification)
-    return target, drafter, collect(steps, tracer=tracer)
+    return target, drafter, traced(steps, tracer)
 
 
 SAMPLED = MultinomialProcessor(2.0)
@@ -54,7 +60,7 @@ def test_traces_have_the_figures_of_separate_forward_passes(processor: Any, rule
     target, drafter, run = traced_run(processor, rule)
     made: list[int] = []
     rejected = 0
-    for step, traces in zip(run.steps, run.traces, strict=True):
+    for step, traces in run:
         assert len(traces) == min(len(step.drafted), step.accepted + 1)
         for position, trace in enumerate(traces):
             before = made + list(step.drafted[:position])
@@ -75,11 +81,11 @@ def test_traces_have_the_figures_of_separate_forward_passes(processor: Any, rule
 def test_the_acceptance_probability_is_that_of_the_processed_distributions() -> None:
     processor = MultinomialProcessor(2.0)
     target, drafter, run = traced_run(processor)
-    trace = run.traces[0][0]
+    trace = run[0][1][0]
     p, q = (processor(next_logits(model, PROMPT, [])[None])[0, trace.token].item() for model in (target, drafter))
     assert trace.acceptance == pytest.approx(min(1.0, p / q), rel=1e-4)
     assert trace.q and trace.ratio == pytest.approx(trace.p / trace.q)
-    assert run.steps == traced_run(processor)[2].steps
+    assert run == traced_run(processor)[2]
 
 
 def test_tracing_does_not_change_a_run() -> None:
@@ -87,7 +93,7 @@ def test_tracing_does_not_change_a_run() -> None:
     decoding = Decoding.of(MultinomialProcessor(2.0), 24, end_ids=None, seed=3)
     drafts = ModelDrafter(ModelSession(drafter), decoding, target.config.vocab_size)
     untraced = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3))
-    assert untraced.steps == run.steps and untraced.traces == ()
+    assert list(untraced.steps) == [step for step, _ in run]
 
 
 def test_matches_have_the_length_by_which_their_storage_found_them() -> None:
@@ -97,9 +103,10 @@ def test_matches_have_the_length_by_which_their_storage_found_them() -> None:
     earlier.initialize([PROMPT[-1], 55])
     ngrams = NGramDrafter(earlier, decoding.noise, filler_top_k=1, stop_if_unknown=False, observed=True)
     drafts = tracer.around(ngrams)
-    run = collect(speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2), tracer=tracer)
-    assert run.traces[0][0].token == 55 and run.traces[0][0].match_length == 1
-    assert {trace.match_length for traces in run.traces for trace in traces} == {0, 1}
+    steps = speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2)
+    run = [traces for _, traces in traced(steps, tracer)]
+    assert run[0][0].token == 55 and run[0][0].match_length == 1
+    assert {trace.match_length for traces in run for trace in traces} == {0, 1}
 
 
 def test_equal_logits_are_ranked_by_id() -> None:
@@ -174,9 +181,9 @@ def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify
     settings = Settings(length=20, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
-    run = collect(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer=tracer)
-    assert list(run.steps) == untraced and any(run.traces)
-    for step, traces in zip(run.steps, run.traces, strict=True):
+    run = traced(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer)
+    assert [step for step, _ in run] == untraced and any(traces for _, traces in run)
+    for step, traces in run:
         assert [trace.is_accepted for trace in traces] == [
             position < step.accepted for position in range(min(len(step.drafted), step.accepted + 1))
         ]

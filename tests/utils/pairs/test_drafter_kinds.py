@@ -18,7 +18,6 @@ from utils.metrics.results import DraftTracer
 from utils.pairs import drafter_kinds, request
 from utils.pairs.drafter_kinds import (
     DRAFTER_KINDS,
-    NGRAM,
     BuiltDrafter,
     DrafterInputs,
     DrafterKind,
@@ -111,8 +110,7 @@ def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]
     word = "loaded" if word in ("model", "head") else word
     settings = Settings(length=16, gamma=3, verify=verify)
     job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word, tracer=tracer)
-    kind = NGRAM if word == "ngram" else drafter_kind(word)
-    built = kind.build(job.drafter_inputs(shares_noise=rule.shares_noise))
+    built = job.build_drafter()
     drafter = Recorded(built.drafter)
     list(speculative_steps(PROMPT, drafter, built.target, job.decoding, gamma=3, rule=rule))
     return drafter.drafts

@@ -42,6 +42,6 @@ def rerun(past: RecordedRun, context: CommandContext, warm: set[tuple[str, ...]]
         "repeats_target": harness.pair.engine.state.verified and strategy.repeats_target(settings),
         **{name: getattr(run, name) for name in ("tokens_per_second", "text", "prompt_tokens", "accepted", "drafted")},
     }
-    if strategy.keeps_texts and not settings.reset_in_between:
+    if strategy.kind.keeps_texts and not settings.reset_in_between:
         notes.append(KEPT_STORAGE)
     return RunMatch([past], [RecordedRun(past.line, now)], notes)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from sampling import RULES
 from sampling.counterfactual import (
     FinishedText,
     RecordedDrafter,
@@ -38,9 +37,6 @@ from utils.metrics.draft_causes import Counts
 from utils.metrics.results import Generation, RoundTiming, pooled
 from utils.pairs.drafter_kinds import BuiltDrafter, Replay, drafter_kind
 from utils.pairs.request import LOADED
-
-# Its noise is keyed by position alone, so a draft does not depend on where its round began.
-RULE = RULES["coupled"]
 
 
 class GammaRounds(NamedTuple):
@@ -102,7 +98,7 @@ def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int
     """The expected counts of the loaded drafter, with `count` drafts a round, if others have generated the text: for
     drafts drawn from its distribution, and for its likeliest tokens.
     """
-    inputs = replace(job, settings=replace(job.settings, gamma=count)).drafter_inputs(shares_noise=False)
+    inputs = replace(job, settings=replace(job.settings, gamma=count, verify="rejection")).drafter_inputs()
     noise, processor = TextNoise(0, tokens=tuple(text.tokens)), MultinomialProcessor(temperature or 1.0)
     forced = replace(inputs, decoding=replace(inputs.decoding, noise=noise, processor=processor))
     built = drafter_kind(LOADED).build(forced)
@@ -112,9 +108,10 @@ def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     """A separate drafter that works on copies of the storage and of earlier texts."""
     caches = replace(job.caches, texts=deepcopy(job.caches.texts))
-    settings = replace(job.settings, gamma=gamma)
-    own = replace(job, storage=deepcopy(job.storage), caches=caches, prefills=None, settings=settings)
-    return strategy.build_drafter(replace(own, stopwatch=None, tracer=None), RULE)
+    # Shared noise is keyed by position alone, so a draft does not depend on where its round began.
+    settings = replace(job.settings, gamma=gamma, verify="coupled")
+    own = replace(job, drafter=strategy.word, storage=deepcopy(job.storage), caches=caches, settings=settings)
+    return replace(own, prefills=None, stopwatch=None, tracer=None).build_drafter()
 
 
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit

@@ -269,7 +269,6 @@ def _requests_text(row: Row) -> str:
 
 
 def load_table(limits: LatencyLimits) -> ResultTable:
-    """The columns. Goodput needs limits."""
     return ResultTable(
         ResultColumn("load", lambda row: str(Load.of(row))),
         ResultColumn("server", _label),

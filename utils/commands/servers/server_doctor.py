@@ -25,7 +25,7 @@ from utils.comparison.records import Countdown, Note, Progress, RecordedRun, Rep
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 from utils.metrics.draft_causes import (
     ALARM,
     FEWEST,
@@ -480,9 +480,7 @@ def _drafts_a_round(texts: Sequence[ServerText]) -> int:
 def doctor(argument: str, context: CommandContext) -> Outcome:
     words, values = parse_words(split_words(argument), (*OPTIONS, "expect"), most=2)
     harness, servers = context.harness, context.harness.state.servers
-    if not words:
-        raise UserError(f"which server? For example {EXAMPLE}.")
-    connection = servers.connections[check_choice(words[0], tuple(servers.connections), "server")]
+    connection = servers.named(words, EXAMPLE)
     numbers = parse_numbers(values, OPTIONS)
     recorded = _records(values["expect"], context.settings) if "expect" in values else {}
     if not recorded and (harness.loaded is None or harness.pair.drafter is None):

@@ -280,10 +280,7 @@ def _warm_up_count(load: Load) -> int:
 def load(argument: str, context: CommandContext) -> Outcome:
     plain, options = parse_words(split_words(argument), OPTIONS, most=2)
     servers = context.harness.state.servers
-    names = [address.name for address in servers.addresses]
-    if not plain or not names:
-        raise UserError(f"name a server of this session: {', '.join(names) or 'there is none'}; for example {EXAMPLE}")
-    name = check_choice(plain[0], tuple(names), "server")
+    name = servers.named(plain, EXAMPLE).address.name
     arms = _arms(servers, name, options.get("draft"))
     launch = arms[-1].launch
     started = servers.local.speculation_of(name) if launch is None else launch.speculation

@@ -16,7 +16,7 @@ from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import request_maker
 from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
-from utils.errors import UserError, check_choice
+from utils.errors import UserError
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET, parse_numbers, parse_words
@@ -218,10 +218,8 @@ def _outputs(connection: Connection, requests: Sequence[ServerRequest], concurre
 def text(argument: str, context: CommandContext) -> Outcome:
     words, values = parse_words(split_words(argument), tuple(OPTIONS), most=2)
     options, servers = parse_numbers(values, OPTIONS), context.harness.state.servers
-    if not words:
-        raise UserError(f"which server? For example {EXAMPLE}.")
-    name = check_choice(words[0], tuple(servers.connections), "server")
-    other = servers.connections[name].address.baseline
+    address = servers.named(words, EXAMPLE).address
+    name, other = address.name, address.baseline
     if other == TARGET:
         raise UserError(f"The baseline of {name} is the local target; /server text needs one that is a server.")
     differing = [] if len(words) > 1 else servers.other_texts.get(name, [])

@@ -302,7 +302,6 @@ class DrafterSelection:
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
         chosen, pair = self.chosen, self.harness.pair
-        assert chosen.strategy.kind is not None
         turns = [turn for one in measurement.pairs for turn in zip(one.ours, one.theirs, strict=False)]
         runs = [(ours.generation, theirs.generation) for ours, theirs in turns if ours.generation and theirs.generation]
         replayed = {strategy.name for strategy, _ in self.predicted[0]}

@@ -6,6 +6,7 @@ inherit from this one. https://platform.openai.com/docs/api-reference/completion
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
 from math import isfinite
@@ -30,9 +31,8 @@ DRAFT_COUNTERS = (PASSES, DRAFTED, ACCEPTED, BY_POSITION)
 ODD_FIGURES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of figures in an unknown form
 SHORT_DRAFTS = "a position counts as verified if the one before it was accepted, even where the draft ended there"
 # A line of Prometheus' text format: https://prometheus.io/docs/instrumenting/exposition_formats/
-SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
+SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII | re.MULTILINE)
 POSITION = re.compile(r'(?:^|,)\s*position="(\d{1,4})"', re.ASCII)
-LONGEST_LINE = 4096  # characters
 # What servers report about their drafts, by its names in pages and start arguments of vLLM, SGLang and llama.cpp.
 SETUP = {
     "method": ("speculative_config.method", "speculative_algorithm", "spec_type"),
@@ -220,21 +220,15 @@ def metric_values(page: str, prefix: str, names: Collection[str]) -> dict[str, f
     Samples of one metric are added up, because servers have one for each process. Only positions of drafts stay
     separate, as `name/0`, `name/1` and so on. Lines of any other form are skipped.
     """
+    known = {f"{prefix}{name}{end}": name for name in names for end in ("", "_total")}
     values: dict[str, float] = {}
-    for line in page.splitlines():
-        found = SAMPLE.match(line) if line.startswith(prefix) and len(line) <= LONGEST_LINE else None
-        if found is None:
-            continue
-        name, labels, text = found.groups(default="")
-        name = name.removeprefix(prefix).removesuffix("_total")
-        if name not in names:
+    for sample, labels, text in SAMPLE.findall(page):
+        if (name := known.get(sample)) is None:
             continue
         if position := POSITION.search(labels):
             name = f"{name}/{int(position[1])}"
-        try:
+        with suppress(ValueError):
             values[name] = values.get(name, 0.0) + float(text)
-        except ValueError:
-            continue
     return values
 
 

@@ -181,7 +181,7 @@ class LocalServers:
         """
         if name in self:
             raise UserError(f"{name} is running already; /server stop {name} ends it.")
-        self._forget(name)
+        self.stop(name)
         port = free_port()
         url = f"http://{HOST}:{port}"
         yield f"starting {name}: {launch.kind}, {launch.model} ..."
@@ -191,19 +191,19 @@ class LocalServers:
         try:
             yield from process.wait_until_ready(lambda: self._is_ready(url), limit=limit)
         except BaseException:
-            self._forget(name)
+            self.stop(name)
             raise
         return url
 
     def stop(self, name: str) -> None:
-        """End a server. Raises UserError if this session did not start it."""
-        self.launch_of(name)
-        self._forget(name)
+        """End a server, if this session started it."""
+        if entry := self._running.pop(name, None):
+            entry[1].stop()
 
     def stop_all(self) -> None:
         """End all servers and remove their logs."""
         for name in list(self._running):
-            self._forget(name)
+            self.stop(name)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -236,18 +236,11 @@ class LocalServers:
         """Why a server of this session no longer answers. It is empty if the server runs or was not started here."""
         return self.process_of(name).ending(wait=ENDING_SECONDS) if name in self._running else ""
 
-    def _forget(self, name: str) -> None:
-        if entry := self._running.pop(name, None):
-            entry[1].stop()
-
     def _log_of(self, name: str) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="speculative-decoding-"))
             atexit.register(self.stop_all)
-        path = self._folder / f"{re.sub('[^A-Za-z0-9.-]', '-', name)}.log"
-        with suppress(OSError):
-            path.unlink()
-        return path
+        return self._folder / f"{re.sub('[^A-Za-z0-9.-]', '-', name)}.log"
 
 
 def _with_files(launch: Launch) -> Launch:

