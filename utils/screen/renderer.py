@@ -1,6 +1,5 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich lays out tables, termcolor colours streamed text; `open_console` decides for both whether a stream has colours.
 rich only computes texts: its buffer would keep interrupted output and print it a second time. Text of models and users
 is shown literally, without markup and control characters.
 """
@@ -12,18 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from io import StringIO, TextIOWrapper
 from typing import TextIO
 
 import psutil
 from rich.cells import cell_len as cell_len
 from rich.cells import set_cell_size
+from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from termcolor import colored
 
 from utils.screen import CLEAR_LINE
 from utils.text import byte_size, visible
@@ -32,48 +32,24 @@ STEP_SECONDS = 10.0
 UNLIMITED = 10_000  # columns of a file or a pipe
 MARGIN = 1  # columns right of a progress line: after the last one some terminals begin a new line
 MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
-IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 NUMERIC, NOISE = "-~0123456789", "noise"  # how the cells of a column of numbers begin, and the word among them
 GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
 
 KEPT = 50_000  # pieces of text that are kept for the page
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>speculative decoding, side by side</title>
-<style>
-{stylesheet}
-body {{ color: {foreground}; background: {background}; }}
-pre {{ font: 15px/1.4 "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }}
-</style>
-</head>
-<body><pre>{code}</pre></body>
-</html>
-"""
 
 
 class Mark(Enum):
-    """The origin of a piece of text."""
+    """The origin of a piece of text. The value is its style."""
 
-    TEXT = auto()  # chosen by the model that writes the text
-    ACCEPTED = auto()  # drafts that the target accepted
-    NAME = auto()  # of a strategy
-    NOTE = auto()  # other text of the program
+    TEXT = ""  # chosen by the model that writes the text
+    ACCEPTED = "bold green"  # drafts that the target accepted; bold for eyes and screens without colours, too
+    NAME = "bold"  # of a strategy
+    NOTE = "dim"  # other text of the program
 
 
 MarkedPiece = tuple[str, Mark]
-MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
-    Mark.TEXT: (None, []),
-    Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not distinguish colours
-    Mark.NAME: (None, ["bold"]),
-    Mark.NOTE: (None, ["dark"]),
-}
-
-
 ColouredPiece = tuple[str, str]
 
 
@@ -145,9 +121,9 @@ class Writer:
         """A line, wrapped between words on a terminal only."""
         if self.console.is_terminal:
             # A Text object, because rich would interpret square brackets of a plain string as markup.
-            self.draw(Text(text, style=style))
+            self.draw(Text(visible(text), style=style))
         else:
-            self.write(text + "\n")
+            self.write(visible(text) + "\n")
 
     def draw(self, content: RenderableType, width: int | None = None) -> None:
         """The layout of rich in at most `width` columns, without blanks at the ends of lines."""
@@ -199,12 +175,12 @@ class Renderer:
         return self.width if self._out.console.is_terminal else None
 
     def title(self, title: str, colour: str) -> None:
-        self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self.is_ascii else "─"))
+        self._out.draw(Rule(Text(title), style=colour, align="left"))
 
     def prompt(self, text: str, *, echo: bool) -> None:
         """The prompt above its answers. Without `echo` it was typed on this screen, so only the page needs it."""
         if echo:
-            self._line(self._out, "> " + text, "bold")
+            self._out.line("> " + text, "bold")
         else:
             self.keep(f"> {text}\n")
 
@@ -213,19 +189,19 @@ class Renderer:
         self._kept.append(visible(text))
 
     def page(self) -> str:
-        """Everything that was shown last, as an HTML page in the colours of the screen."""
-        console = Console(file=StringIO(), record=True, color_system="truecolor", force_terminal=True)
-        console.print(Text.from_ansi("".join(self._kept)), soft_wrap=True)
-        return console.export_html(code_format=PAGE)
+        """Everything that was shown last, as an HTML page in the colours and the width of the screen."""
+        console = Console(file=StringIO(), record=True, force_terminal=True, width=self._out.table_width)
+        console.print(Text.from_ansi("".join(self._kept)))
+        return console.export_html()
 
     def stream(self, pieces: Iterable[MarkedPiece], *, kept: bool = True) -> None:
         """Pieces of growing text, written immediately. Marks become colours, if there are any."""
-        self._out.write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces), kept=kept)
+        self._out.write("".join(self._paint(visible(text), mark.value) for text, mark in pieces), kept=kept)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
-            self._line(self._out, "bold green: drafts that the target accepted", "dim")
+            self.remark(f"{Mark.ACCEPTED.value}: drafts that the target accepted")
             self._has_explained = True
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
@@ -238,16 +214,10 @@ class Renderer:
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size
-        # Not through rich, which would wrap the text and break the escape sequences of termcolor.
-        self._out.write(text + "\n")
-
-    @property
-    def is_ascii(self) -> bool:
-        """Whether the screen has no other characters."""
-        return self._out.console.encoding == "ascii"
+        self._out.write(text + "\n")  # not wrapped again
 
     def remark(self, text: str) -> None:
-        self._line(self._out, text, "dim")
+        self._out.line(text, "dim")
 
     def table(
         self,
@@ -264,23 +234,23 @@ class Renderer:
         self._out.draw(report_table(headings, list(rows), width, optional, colours=colours), width)
 
     def result(self, text: str) -> None:
-        self._line(self._out, text)
+        self._out.line(text)
 
     def data(self, text: str) -> None:
         """Lines of data to copy. They are never broken."""
-        self._out.write(self._drawable(visible(text)) + "\n")
+        self._out.write(visible(text) + "\n")
 
     def progress(self, text: str) -> None:
         """The current work. On a terminal the next output replaces this line, elsewhere it stays."""
         if self._progress.is_possible:
-            self._progress.show(self._drawable(visible(text)))
+            self._progress.show(visible(text))
         else:
             self.note(text)
 
     def count(self, text: str) -> None:
         """The progress of work, many times a second. It is shown on a terminal only."""
         if self._progress.is_possible:
-            self._progress.count(self._drawable(visible(text)))
+            self._progress.count(visible(text))
 
     def step(self, text: str) -> None:
         """The progress of a preparation, and the memory of this process. Where lines stay, one every STEP_SECONDS."""
@@ -296,13 +266,13 @@ class Renderer:
         self._progress.clear()
 
     def reply(self, text: str) -> None:
-        self._line(self._messages, text)
+        self._messages.line(text)
 
     def note(self, text: str) -> None:
-        self._line(self._messages, text, "dim")
+        self._messages.line(text, "dim")
 
     def error(self, text: str) -> None:
-        self._line(self._messages, text, "red")
+        self._messages.line(text, "red")
 
     def crash(self) -> None:
         self._messages.crash()
@@ -316,18 +286,8 @@ class Renderer:
     def clear(self) -> None:
         self._out.clear()
 
-    def _line(self, writer: Writer, text: str, style: str = "") -> None:
-        writer.line(self._drawable(visible(text)), style)
-
-    def _drawable(self, text: str) -> str:
-        """The text, with ASCII characters for frames and dots if the screen has no others."""
-        return text.translate(IN_ASCII) if self.is_ascii else text
-
-    def _paint(self, text: str, colour: str | None, attributes: Sequence[str] = ()) -> str:
-        if not self.colour or not (colour or attributes):
-            return text
-        # A flag, because termcolor would otherwise read environment variables and differ from rich.
-        return colored(text, colour, attrs=attributes, force_color=True)
+    def _paint(self, text: str, style: str) -> str:
+        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD if self.colour else None)
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
@@ -347,8 +307,7 @@ def open_console(stream: TextIO, *, plain: bool) -> Console:
     """A console on a stream. It has colours on a terminal with colours, without NO_COLOR and `plain`."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
-    # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for termcolor, too.
-    probe = Console(file=stream)
+    probe = Console(file=stream)  # rich detects the terminal and NO_COLOR in its constructor
     colour = probe.color_system is not None and not probe.no_color and not plain
     return Console(
         file=stream,

@@ -25,15 +25,9 @@ from utils.text import TextStream, count_of, token_piece, visible
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
 NONE, NO_TEXT = "(no tokens)", "(no text)"
 
-SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
-RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
-    (0.995, "●", "@", "green"),
-    (0.5, "◕", "o", "cyan"),
-    (0.1, "◑", ":", "yellow"),
-    (0.0, "○", ".", "red"),
-)
+RATIO_LEVELS = ((0.995, "●", "green"), (0.5, "◕", "cyan"), (0.1, "◑", "yellow"), (0.0, "○", "red"))  # from this p/q on
 LEGEND = (
-    "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
+    "+ accepted, - rejected, = corrected, * bonus · ● p/q at least 1, ◕ at least 0.5, ◑ at least 0.1, ○ less; "
     "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
 )
 
@@ -111,7 +105,7 @@ class RunView:
             self._renderer.title(self.arm.title, self.arm.colour)
         if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
             self._prompt.has_legend = True
-            self._renderer.remark(legend(ascii_only=self._renderer.is_ascii))
+            self._renderer.remark(LEGEND)
         self._count("waiting for the first token ..." if self._text is None else "reading the prompt ...")
 
     def failed(self) -> None:
@@ -219,13 +213,7 @@ def figures_line(run: Run, length: int) -> str:
     return " · ".join(filter(None, [*parts, ending(run, length)]))
 
 
-def legend(*, ascii_only: bool) -> str:
-    return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
-
-
-def round_pieces(
-    step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = (), *, ascii_only: bool = False
-) -> list[ColouredPiece]:
+def round_pieces(step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = ()) -> list[ColouredPiece]:
     """The tokens of a round: accepted drafts in green, rejected ones in red, the corrected or bonus token in blue.
 
     Signs carry the same information without colour. Drafts with a trace get the colour and the shape of their p/q.
@@ -234,8 +222,8 @@ def round_pieces(
     pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
     painted = [(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces]
     for position, trace in enumerate(traces):
-        _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
-        painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
+        _, shape, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
+        painted[position] = (painted[position][0] + shape, colour)
     if step.token is not None:
         painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
     return painted
@@ -274,12 +262,12 @@ def show_round(
     traces: Sequence[DraftTrace] = (),
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
-    pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
+    pieces = round_pieces(step, tokenizer, traces)
     parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
     shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "dark_grey")])
+    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "bright_black")])
     for line in trace_lines(traces, tokenizer):
-        renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
+        renderer.pieces("     ", [(word, "bright_black") for word in line.split(" ")])
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
