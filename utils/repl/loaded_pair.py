@@ -22,7 +22,6 @@ from utils.engine.engine_choice import TYPICAL, Workload
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.models import Count
-from utils.models.feature_drafter import Conventions, FeatureDrafter
 from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
@@ -125,7 +124,7 @@ class SessionSettings:
         shortened = replace(requested, length=min(requested.length, limits.context))
         if not harness.has_pair:
             # Servers have chat templates and engines of their own.
-            self._conventions = self._first_costs = None
+            self._first_costs = None
             self.current = replace(shortened, chat_template=True)
             return
         # Decided for each tokenizer: a target without a template must not turn it off for the next one.
@@ -136,7 +135,6 @@ class SessionSettings:
         harness.pair.engine.defers_costs = False
         if found := settle_reading(harness.pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
             note(found)  # before any measurement with it
-        self._conventions = self._read_now()
         self.current = settings if self._lacks_costs(settings) else self._with_costs(settings)
         self._first_costs = None if requested.costs else self.current.costs
         if requested.uses_chat != settings.uses_chat:
@@ -172,7 +170,6 @@ class SessionSettings:
     def _use(self, pair: Pair | None) -> None:
         self._harness.state.settle_records()
         self._harness.loaded = pair
-        self._conventions = self._read_now()
 
     def retest_engine(self) -> str:
         """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
@@ -180,25 +177,6 @@ class SessionSettings:
         self._harness.start_engine(self.current, anew=True)
         self.current = self._with_costs(replace(self.current, costs=None))
         return f"engine: {self._harness.pair.engine.state.sentence()}"
-
-    def follow_drafter(self) -> None:
-        """Measure the draft cost again if the drafter is now read in another way."""
-        before, self._conventions = self._conventions, self._read_now()
-        costs = self.current.costs
-        if before == self._conventions or costs is None:
-            return
-        label = self._harness.pair.drafter_kind
-        kept = replace(costs, draft=tuple(entry for entry in costs.draft if entry[0] != label))
-        self.current = self._with_costs(replace(self.current, costs=kept))
-        # /undo must not bring back the old costs.
-        self._earlier = [
-            (replace(each, costs=self.current.costs) if each.costs == costs else each, pair)
-            for each, pair in self._earlier
-        ]
-
-    def _read_now(self) -> Conventions | None:
-        drafter = self._harness.pair.drafter if self._harness.has_pair else None
-        return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
 
     def measure_costs(self, stopped: Callable[[], bool]) -> None:
         """Measure the costs that were deferred. `stopped` returns True to end early."""

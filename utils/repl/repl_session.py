@@ -408,10 +408,7 @@ class ReplSession:
                 return self._run_lines(lines)
             case Report():
                 self._finish_warm_up()
-                try:
-                    return self._runner.report(effect)
-                finally:
-                    settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
+                return self._runner.report(effect)
             case Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
