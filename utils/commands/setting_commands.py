@@ -58,7 +58,7 @@ def setting_command(row: Setting) -> registry.Command:
         partial(set_or_show, row),
         group=row.group,
         rank=row.rank,
-        about=row.text,
+        about=" ".join(filter(None, (f"{row.summary[0].upper()}{row.summary[1:]}.", row.text))),
         example=_example(row),
         syntax=tuple(_syntax(row)),
         current=row.show,

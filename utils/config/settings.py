@@ -62,19 +62,16 @@ class Settings:
         ON_OFF,
         "strategies",
         "speculative decoding with the drafter",
-        text="Run speculative decoding: the drafter proposes tokens, and the target verifies them in one forward "
-        "pass (Leviathan et al. 2023).",
     )
     ngram: bool = _setting(
         True,
         ON_OFF,
         "drafting",
         "n-gram assisted decoding; its storage",
-        text="Run n-gram assisted decoding (NASD): drafts come from n-grams of the prompt, of the text so far and of "
-        "the target's top tokens, which a storage counts; with 1 candidate only generated tokens. Its oldest n-grams "
-        "are dropped first. /ngram keep also keeps the texts of suffix and chain.",
+        text="Drafts come from n-grams of the prompt, of the text so far and of the target's top tokens, which a "
+        "storage counts; with 1 candidate only generated tokens. Its oldest n-grams are dropped first. /ngram keep "
+        "also keeps the texts of suffix and chain.",
         example=("order 4", "ngram order: 4"),
-        forms={"on": "run n-gram assisted decoding", "off": "do not run it"},
         rank=3,
     )
     target: bool = _setting(
@@ -82,22 +79,20 @@ class Settings:
         ON_OFF,
         "strategies",
         "the target alone, the baseline",
-        text="Run the target alone. All speed-ups and comparisons of texts refer to this run.",
+        text="All speed-ups and comparisons of texts refer to this run.",
     )
     drafter: bool = _setting(
         False,
         ON_OFF,
         "strategies",
         "the drafter alone",
-        text="Run the drafter model alone, for comparison. Its text is its own.",
     )
     beams: int = _setting(
         0,
         number(WholeRange(0, 16)),
         "strategies",
         "a beam search with N beams, 0 to 16",
-        text="Run a beam search with the target and a length penalty. N is its number of beams, 1 to 16; 0 turns it "
-        "off. Its text differs from the other strategies.",
+        text="It has a length penalty, and its text differs from the other strategies. 0 turns it off.",
         example=("4",),
     )
     gamma: int | None = _setting(
@@ -105,10 +100,9 @@ class Settings:
         number_or(number(WholeRange(0, MAX_GAMMA)), "auto"),
         "drafting",
         "maximum drafts per round, 0 to 63",
-        text="The maximum number of tokens that are drafted before the target verifies them. With auto, every round "
-        "drafts as many tokens as have the highest expected throughput, given the acceptance so far and the costs of "
-        "drafting and verifying in the present context. It drafts nothing where a run could lose more than about 3 % "
-        "of its time, and a drafter that is not used does not read the prompt.",
+        text="With auto, every round drafts as many tokens as have the highest expected throughput, given the "
+        "acceptance so far and the costs of drafting and verifying in the present context. It drafts nothing where a "
+        "run could lose more than about 3 % of its time, and a drafter that is not used does not read the prompt.",
         example=("4",),
         forms={"N": "0 to 63; 0: no drafts", "auto": "as many as are likely to pay"},
         rank=1,
@@ -118,9 +112,8 @@ class Settings:
         DRAFTER_KINDS,
         "drafting",
         "what drafts; several kinds are compared",
-        text="What drafts for the strategy speculative. Several kinds are run one after the other. The default, chain, "
-        "drafts what followed earlier in the texts where that is expected to gain more, and otherwise asks the drafter "
-        "of the pair. /race shows what the matches gain after /drafter_kind chain loaded.",
+        text="The default, chain, drafts what followed earlier in the texts where that is expected to gain more, and "
+        "otherwise asks the drafter of the pair. /race shows what the matches gain after /drafter_kind chain loaded.",
         example=("loaded suffix",),
         forms={
             "loaded": "the drafter of the pair",
@@ -156,8 +149,7 @@ class Settings:
         number(WholeRange(1), limit="context"),
         "decoding",
         "maximum number of new tokens",
-        text="The maximum number of new tokens of each answer, from 1 to the context length of the target. An answer "
-        "also ends at an end token of the target.",
+        text="At most the context length of the target.",
         example=("256",),
         rank=1,
     )
@@ -166,8 +158,7 @@ class Settings:
         PROCESSOR,
         "decoding",
         "temperature, top-k, top-p in one line",
-        text="How the target's logits become the distribution that tokens are sampled from: temperature first, then "
-        "top-k, then top-p.",
+        text="They apply to the target's logits in this order.",
         example=("nucleus 0.8 0.95",),
         forms={
             "greedy": "[T]: the likeliest token",
@@ -182,7 +173,7 @@ class Settings:
         number(SEED),
         "decoding",
         "seed of every strategy, 0 to 2**32 - 1",
-        text="The random seed of every run, 0 to 2**32 - 1. The same seed, settings and models give the same texts.",
+        text="The same seed, settings and models give the same texts.",
         example=("7",),
         is_flag=True,
     )
@@ -206,12 +197,12 @@ class Settings:
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
-        "only. invariant: greedy texts are equal bit for bit. Results are kept for later.",
+        "only. Results are kept for later.",
         example=("plain",),
         forms={
             "auto": "the fastest one, by measurement",
             "plain": "PyTorch unchanged",
-            "invariant": "the logits do not depend on the verify width; compiled for the processor, on CPUs",
+            "invariant": "equal texts bit for bit; compiled for the processor, on CPUs",
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },
@@ -223,10 +214,9 @@ class Settings:
         number_or(number(THREADS), "auto", value=0),
         "decoding",
         "number of CPU threads",
-        text="The number of CPU threads, at most the number of cores; auto: the fastest number, unless "
-        "OMP_NUM_THREADS is set.",
+        text="At most the number of cores.",
         example=("1",),
-        forms={"N": f"{THREADS}", "auto": "the fastest number"},
+        forms={"N": f"{THREADS}", "auto": "the fastest number, unless OMP_NUM_THREADS is set"},
         fact="engine now",
         is_flag=True,
     )
@@ -235,17 +225,13 @@ class Settings:
         ON_OFF,
         "decoding",
         "keep keys and values between rounds",
-        text="Whether keys and values of earlier tokens are kept. off computes all tokens again in every round: the "
-        "text is the same, but every strategy is slow.",
-        forms={"on": "keep them", "off": "compute all tokens again in every round"},
+        text="off computes all tokens again in every round: the text is the same, but every strategy is slow.",
     )
     chat: bool | None = _setting(
         None,
         choice({"on": True, "off": False, "auto": None}, "value"),
         "prompts",
         "put prompts into the chat template",
-        text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
-        "continues the prompt as it stands. auto is decided anew by every /load.",
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
         fact="chat now",
     )
@@ -254,7 +240,6 @@ class Settings:
         SYSTEM_PROMPT,
         "prompts",
         "system prompt of the chat template",
-        text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
         needs_chat=True,
@@ -276,8 +261,7 @@ class Settings:
         ON_OFF,
         "prompts",
         "continue the conversation",
-        text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
-        "was interrupted or failed is not kept.",
+        text="Every strategy continues its own answers; a turn that was interrupted or failed is not kept.",
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
         needs_chat=True,
     )
@@ -286,8 +270,7 @@ class Settings:
         ON_OFF,
         "prompts",
         "read names of special tokens in prompts",
-        text="Whether names such as <|im_end|> in a prompt become the special tokens that they name. off reads them "
-        "as text.",
+        text="on: names such as <|im_end|> in a prompt become the special tokens that they name, not text.",
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
     ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
@@ -331,9 +314,9 @@ class Setting:
     """A row of the table.
 
     `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
-    set; `summary` and `rank` are as in a Command. `text` is its page. `example` is an argument to type, by default on
-    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `fact` is the
-    label in /show of the value in effect.
+    set; `summary` and `rank` are as in a Command. `text` is what its page says in addition. `example` is an argument to
+    type, by default on or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed.
+    `fact` is the label in /show of the value in effect.
     """
 
     name: str
@@ -399,8 +382,7 @@ SAMPLING_PARTS = (
         lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
         summary="temperature, 0 to 100; 0: greedy",
-        text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
-        "other temperature keeps the top-k and top-p that are set.",
+        text="Greedy decoding has no top-k and top-p. Any other temperature keeps those that are set.",
         example=("0.7", "temperature: 0.7; processor: multinomial 0.7"),
         rank=2,
     ),
@@ -411,8 +393,7 @@ SAMPLING_PARTS = (
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_k=value)),
         group="decoding",
         summary="sample from the K likeliest tokens",
-        text="Sample from the K most likely tokens only. The temperature and top-p stay. With greedy decoding, which "
-        "has no top-k, the temperature becomes 1.",
+        text="The temperature and top-p stay, but that of greedy decoding becomes 1.",
         example=("40", "top_k: 40; processor: topk 0.7 40"),
         forms={"K": "1 to the size of the vocabulary", "off": "or 0: sample from all tokens"},
     ),
@@ -423,8 +404,7 @@ SAMPLING_PARTS = (
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
         summary="sample from a probability mass of P",
-        text="Sample from the fewest tokens with a total probability of at least P. The temperature and top-k stay. "
-        "With greedy decoding, which has no top-p, the temperature becomes 1.",
+        text="The temperature and top-k stay, but that of greedy decoding becomes 1.",
         example=("0.95", "top_p: 0.95; processor: nucleus 0.7 0.95"),
         forms={"P": "above 0, at most 1", "off": "or 1: sample from all tokens"},
     ),
@@ -470,8 +450,7 @@ NGRAM_PARTS = (
 def listed_settings() -> Mapping[str, Setting]:
     """Every setting once, by the words after the slash. Together they restore all settings."""
     rows = {name: row for name, row in setting_fields().items() if row.group}
-    debug = {"debug": rows.pop("debug")}
-    return rows | {part.name: part for part in NGRAM_PARTS} | debug
+    return rows | {part.name: part for part in NGRAM_PARTS}
 
 
 def split_setting(line: str) -> tuple[str, str] | None:

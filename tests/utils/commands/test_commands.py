@@ -216,7 +216,7 @@ def test_a_bare_switch_says_what_it_was(session: ReplSession, view: Screen) -> N
     ):
         assert session.handle(line) is Verdict.DONE
         assert view.take()[1].strip() == reply
-    assert session.status().endswith("| ngram off | cache off | ngram keep on | debug on | plain")
+    assert session.status().endswith("| ngram off | cache off | debug on | ngram keep on | plain")
 
 
 def test_show_has_the_models_and_settings(session: ReplSession, view: Screen) -> None:
