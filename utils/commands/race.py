@@ -12,15 +12,15 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments import races
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.errors import UserError, check_choice
-from utils.metrics.results import difference_text, first_difference
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
+from utils.servers.address import parse_numbers
 from utils.text import count_of
 
 MAX_REPEATS = 1000
@@ -29,18 +29,14 @@ ON_SERVERS = "server_race"  # the record of a race of servers
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
-    # A first word that begins like a number must be a valid number. The limit may come before or after the file.
-    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(?:limit=(\S*)\s*)?(.*?)(?:(?<!\S)limit=(\S*))?", argument, re.DOTALL)
+    # A first word that begins like a number must be a valid number.
+    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*?)(?:(?<!\S)limit=(\S*))?", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
-    number, first, file, last = match.groups()
+    number, file, limit = match.groups()
     repeats = WholeRange(1, MAX_REPEATS).parse(number) if number else None
-    limit = last if first is None else first
     if not file.strip() and limit is None:
         return list(_last_reports(repeats or races.REPEATS, context))
-    try:
-        most = None if limit is None else WholeRange(1).parse(limit)
-    except UserError as error:
-        raise UserError(f"limit: {error}") from error
+    most = parse_numbers({} if limit is None else {"limit": limit}, {"limit": (None, WholeRange(1))})["limit"]
     return list(_file_reports(file.strip(), repeats or 1, most, context))
 
 
@@ -119,7 +115,6 @@ RACE = Command(
 )
 
 
-MAX_SWEPT = 100  # repeats
 SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
 PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
@@ -144,20 +139,15 @@ def sweep_table(setting: str) -> ResultTable:
         ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]), 2),
         figure("acceptance", "acceptance_rate", "{:.3f}", drop=3),
         figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
-        ResultColumn("text", _swept_text),
+        races.SAME_TEXT,
     )
-
-
-def _swept_text(row: Row) -> str:
-    compared = row["lossless"] and row["same_as_target"] is not None
-    return difference_text(row["first_difference"]) if compared else NOTHING
 
 
 def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
     # The end may be xN, a number of repeats.
     text, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    repeats = WholeRange(1, MAX_SWEPT).parse(count) if count else races.REPEATS
+    repeats = WholeRange(1, MAX_REPEATS).parse(count) if count else races.REPEATS
     # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
@@ -195,20 +185,12 @@ def _swept_events(race: races.ArmRace) -> Iterator[ReportEvent]:
 
 
 def _swept_rows(race: races.ArmRace) -> Iterator[dict[str, Any]]:
-    texts: dict[tuple[int, ...], int] = {}  # the number of each different text
+    texts: dict[str, int] = {}  # the number of each different text
     for item in race.items:
         for arm in item.arms:
-            group = [result for result in race.results if result.item is item and result.arm is arm]
-            if not group:
-                continue
-            tokens, same = group[0].ours[0].tokens or (), [one.same for one in group]
-            theirs = group[0].theirs[0].tokens if group[0].theirs else None
-            yield races.race_row(item.group, group) | {
-                "setting": item.group,
-                "text_number": texts.setdefault(tokens, len(texts)),
-                "same_as_target": None if None in same else all(same),
-                "first_difference": None if theirs is None else first_difference(tokens, theirs),
-            }
+            if group := [result for result in race.results if result.item is item and result.arm is arm]:
+                number = texts.setdefault(group[0].ours[0].text, len(texts))
+                yield races.race_row(item.group, group) | {"setting": item.group, "text_number": number}
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:

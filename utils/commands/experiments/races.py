@@ -292,7 +292,7 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
         (True, ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]))),
         (both, figure("acceptance", "acceptance_rate", "{:.3f}", drop=6)),
         (both, figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=2 if servers else 0)),
-        (both, ResultColumn("text", _same_text)),
+        (both, SAME_TEXT),
         (not both, figure("verdict", "verdict")),
     ]
     return ResultTable(*(column for shown, column in columns if shown))
@@ -300,6 +300,9 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
 
 def _same_text(row: Row) -> str:
     return f"same {row['same_texts']}/{row['compared_texts']}" if row["compared_texts"] else NOTHING
+
+
+SAME_TEXT = ResultColumn("text", _same_text)
 
 
 def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> ResultColumn:
