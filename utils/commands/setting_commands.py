@@ -184,11 +184,13 @@ def _ngram(argument: str, context: registry.CommandContext) -> registry.Outcome:
     word, rest = match[1].lower(), match[2]
     if argument.lower() in ("", "on", "off", *SWITCH_WORDS):
         return set_or_show(setting_fields()["ngram"], argument, context)
-    if word not in SUB_COMMANDS:
-        check_choice(argument.split()[0], ("on", "off", *SUB_COMMANDS), "the word")
+    if word == "reset":  # the opposite of keep
+        return set_or_show(setting_fields()["reset_in_between"], rest, context)
+    if word not in NGRAM_FORMS:
+        check_choice(argument.split()[0], ("on", "off", *NGRAM_FORMS), "the word")
         raise UserError(f"'{word}' takes nothing after it, but got '{rest}'.")
     try:
-        return SUB_COMMANDS[word](rest, context)
+        return NGRAM_FORMS[word][0](rest, context)
     except UserError as error:
         raise registry.CommandError(f"/ngram {word}: {error}") from error
 
@@ -198,9 +200,7 @@ def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Ou
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
     save_storage(storage, path, context.harness.pair.target_name, overwrite=overwrite)
-    return [
-        registry.Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
-    ]
+    return [registry.Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({byte_size(path.stat().st_size)})")]
 
 
 def _load_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:
@@ -216,40 +216,29 @@ def _load_ngrams(argument: str, context: registry.CommandContext) -> registry.Ou
     return [registry.ChangeSettings(settings), storage, registry.Reply("; ".join(notes))]
 
 
-SUB_COMMANDS: dict[str, Callable[[str, registry.CommandContext], registry.Outcome]] = {
-    **{part.name.removeprefix("ngram "): partial(set_or_show, part) for part in NGRAM_PARTS},
-    "reset": partial(set_or_show, setting_fields()["reset_in_between"]),  # the opposite of keep
-    "save": _save_ngrams,
-    "load": _load_ngrams,
+# The words after /ngram: what they run, their argument, and their meaning.
+NGRAM_FORMS: dict[str, tuple[Callable[[str, registry.CommandContext], registry.Outcome], str, str]] = {
+    **{
+        part.name.removeprefix("ngram "): (partial(set_or_show, part), part.value_type.usage, part.summary)
+        for part in NGRAM_PARTS
+    },
+    "save": (_save_ngrams, "FILE [overwrite]", "write the storage"),
+    "load": (_load_ngrams, "FILE", "read a storage"),
 }
-
-
-def _words() -> dict[str, str]:
-    words = dict(NGRAM.words)
-    for part in NGRAM_PARTS:
-        word = part.name.removeprefix("ngram ")
-        words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return words | {"save": "write the storage", "load": "read a storage"}
-
-
-NGRAM = setting_command(setting_fields()["ngram"])
-SYNTAX = (
-    ("[on|off]", "run it, or not"),
-    *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
-    ("save|load FILE", "write it (FILE overwrite replaces), read it"),
-)
-NGRAM_COMMANDS = (
-    replace(
-        NGRAM,
-        usage="[on|off] ...",
-        run=_ngram,
-        syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX),
-        current=lambda settings: ", ".join(
-            f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
-        ),
-        words=_words(),
-        files=("save ", "load "),
+_NGRAM = setting_command(setting_fields()["ngram"])
+NGRAM = replace(
+    _NGRAM,
+    usage="[on|off] ...",
+    run=_ngram,
+    syntax=(
+        "/ngram [on|off]              run it, or not",
+        *(f"/ngram {f'{word} {usage}':22}{meaning}" for word, (_, usage, meaning) in NGRAM_FORMS.items()),
     ),
+    current=lambda settings: ", ".join(
+        f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
+    ),
+    words=_NGRAM.words | {word: meaning for word, (_, _, meaning) in NGRAM_FORMS.items()},
+    files=("save ", "load "),
 )
 
 

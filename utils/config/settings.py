@@ -72,6 +72,7 @@ class Settings:
         "storage counts; with 1 candidate only generated tokens. Its oldest n-grams are dropped first. /ngram keep "
         "also keeps the texts of suffix and chain.",
         example=("order 4", "ngram order: 4"),
+        forms={"on": "run n-gram assisted decoding", "off": "do not run it"},
         rank=3,
     )
     target: bool = _setting(

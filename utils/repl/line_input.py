@@ -27,7 +27,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.bindings.completion import generate_completions
 from prompt_toolkit.output import ColorDepth
 
-from utils.commands import Command, Registry
+from utils.commands import Registry
 from utils.files import PRIVATE_FILE, user_folder
 from utils.repl.status import SEPARATOR
 from utils.text import QUOTES, quoted_text
@@ -61,24 +61,12 @@ class SlashCompleter(Completer):
                     yield Completion(command.name, start_position=-len(name), display_meta=command.summary)
         elif name.lower() in self._commands:
             command = self._commands[name.lower()]
-            yield from _words(command, argument)
+            for word, meaning in command.words.items():
+                if word.startswith(argument) and word != argument:
+                    yield Completion(word, start_position=-len(argument), display_meta=meaning)
             if argument.startswith(command.files):
                 last = Document(argument.rpartition(" ")[2])
                 yield from self._files.get_completions(last, complete_event)
-
-
-def _words(command: Command, argument: str) -> Iterator[Completion]:
-    """The words that complete an argument. A second word follows only its first one, as in "kind basic"."""
-    for word, meaning in command.words.items():
-        first, _, last = word.rpartition(" ")
-        is_second = first in command.words
-        if word.startswith(argument) and word != argument and (not is_second or argument.startswith(first + " ")):
-            yield Completion(
-                word,
-                start_position=-len(argument),
-                display=last if is_second else word,
-                display_meta=meaning,
-            )
 
 
 def split_lines(typed: str) -> list[str]:
