@@ -63,14 +63,9 @@ def _doctor(context: CommandContext) -> Outcome:
     last = CAUSES.report("drafter doctor", *subject, local.events(), conclude=local.conclusion, title=title)
     if not isinstance(drafter, FeatureDrafter):
         return [last]
-    done: list[doctor.Examination] = []
-
-    def conclusion(_: Sequence[Row]) -> list[str]:
-        # Empty if it was interrupted.
-        return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
-
-    events = _examined(harness, settings, drafter, done)
-    return [TABLE.report("doctor", *subject, events, conclude=conclusion, title=title), last]
+    lines: list[str] = []  # empty if it is interrupted
+    events = _examined(harness, settings, drafter, lines)
+    return [TABLE.report("doctor", *subject, events, conclude=lambda rows: lines, title=title), last]
 
 
 @dataclass(slots=True)
@@ -136,10 +131,10 @@ class LocalCauses:
         return [sentence(cause, shown), LEAST, checked(self.found)]
 
 
-def _examined(
-    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[doctor.Examination]
-) -> Iterator[ReportEvent]:
-    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
+def _examined(harness: Harness, settings: Settings, drafter: FeatureDrafter, lines: list[str]) -> Iterator[ReportEvent]:
+    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better. What was
+    found is added to `lines`.
+    """
     pair, prompt = harness.pair, harness.prompt_ids(doctor.OWN_PROMPT, settings)
     yield Progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
     text = doctor.own_text(pair.target, prompt, doctor.TEXT_TOKENS, pair.engine.report)
@@ -147,9 +142,10 @@ def _examined(
     if not doctor.other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
+    lines.append(found.conclusion())
     if found.better is not None:
         doctor.use(pair, found.used.conventions)
-    done.append(found)
+        lines.append(CORRECTED)
     for reading in found.readings:
         yield TABLE.finding(_figures(reading, found))
 
@@ -178,12 +174,9 @@ def _figures(reading: doctor.Reading, found: doctor.Examination) -> dict[str, ob
 
 
 def _known(context: CommandContext) -> Outcome:
-    loaded = context.harness.pair.request if context.harness.has_pair else PairRequest("", None)
     rows = []
     for name, pair in context.pairs.items():
-        is_loaded = (pair.target, pair.drafter) == (loaded.target, loaded.drafter)
-        state = "loaded" if is_loaded else "not tried" if name in PUBLISHED else ""
-        drafter = pair.drafter or "the first layers of the target"
+        state, drafter = "not tried" * (name in PUBLISHED), pair.drafter or "the first layers of the target"
         rows.append((name, state, f"{pair.target} + {drafter}: {pair.summary}"))
     return [ShowRows(rows), Reply(NOT_TRIED)]
 
