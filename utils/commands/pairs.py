@@ -27,7 +27,6 @@ DOCTOR_MEANING = "whether a drafter is read rightly, and on which texts its draf
 NOT_TRIED = "not tried: no hub connection where this was built; their formats were checked on random weights."
 CAUSE_TOKENS, LONG_TOKENS = 24, 512  # new tokens of each text, and tokens of a long prompt
 LEAST = "Expected is at least 0.15 for the first draft, half of the draft before it, and half of that in greedy texts."
-NO_DRAFTS = "The drafter made no drafts on any text."
 CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
@@ -95,6 +94,8 @@ class LocalCauses:
                 measured.append(self._counts(kind, text, settings) if self._fits(text) else ())
             self.probes.append(causes.Probe(kind, measured, self._expected(kind, measured)))
         self.found = causes.contrasts(self.probes)
+        if not self.found:
+            raise UserError("the drafter made no drafts on any text.")
         yield from (CAUSES.finding(row_of(one)) for one in self.found)
 
     def _fits(self, text: str) -> bool:
@@ -123,8 +124,6 @@ class LocalCauses:
         return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
-        if not self.found:
-            return [] if not self.probes else [NO_DRAFTS]
         cause, shown = causes.diagnose(self.probes, self.found)
         if cause is causes.DraftCause.UNCLEAR or shown is None:
             return [unclear(shown, len(self.probes[0].measured)), checked(self.found)]
