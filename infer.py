@@ -92,11 +92,10 @@ def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[Prompt],
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
-            return 130
+            return verdict.value
         ended.add(verdict)
-    if interactive or not ended & {Verdict.FAILED, Verdict.UNDECIDED}:
-        return 0
-    return 1 if Verdict.FAILED in ended else 3
+    worst = (one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended and not interactive)
+    return next(worst, Verdict.DONE).value
 
 
 def lines_for(

@@ -4,15 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from utils.commands.shared.registry import (
-    ALIASES,
-    GROUPS,
-    Command,
-    CommandContext,
-    CommandError,
-    Outcome,
-    ShowRows,
-)
+from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Outcome, ShowRows
 from utils.errors import UserError, check_choice
 
 # The definitions of figures, with their units.

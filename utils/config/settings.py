@@ -11,20 +11,8 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
-from utils.bounds import (
-    AUTO_GAMMA,
-    ENGINES,
-    FILLER_TOP_K,
-    MAX_GAMMA,
-    NGRAM_LIMIT,
-    NGRAM_ORDER,
-    RULES,
-    SEED,
-    TEMPERATURE,
-    THREADS,
-    TOP_P,
-    WholeRange,
-)
+from utils import bounds
+from utils.bounds import WholeRange
 from utils.config.value_types import (
     COST_TABLE,
     DRAFTER_KINDS,
@@ -57,12 +45,7 @@ def _setting(default: Any, value_type: ValueType, group: str = "", summary: str 
 class Settings:
     """Everything that a user can change. A run uses a snapshot; commands make new snapshots."""
 
-    speculative: bool = _setting(
-        True,
-        ON_OFF,
-        "strategies",
-        "speculative decoding with the drafter",
-    )
+    speculative: bool = _setting(True, ON_OFF, "strategies", "speculative decoding with the drafter")
     ngram: bool = _setting(
         True,
         ON_OFF,
@@ -82,12 +65,7 @@ class Settings:
         "the target alone, the baseline",
         text="All speed-ups and comparisons of texts refer to this run.",
     )
-    drafter: bool = _setting(
-        False,
-        ON_OFF,
-        "strategies",
-        "the drafter alone",
-    )
+    drafter: bool = _setting(False, ON_OFF, "strategies", "the drafter alone")
     beams: int = _setting(
         0,
         number(WholeRange(0, 16)),
@@ -98,7 +76,7 @@ class Settings:
     )
     gamma: int | None = _setting(
         None,
-        number_or(number(WholeRange(0, MAX_GAMMA)), "auto"),
+        number_or(number(WholeRange(0, bounds.MAX_GAMMA)), "auto"),
         "drafting",
         "maximum drafts per round, 0 to 63",
         text="With auto, every round drafts as many tokens as have the highest expected throughput, given the "
@@ -171,7 +149,7 @@ class Settings:
     )
     seed: int = _setting(
         42,
-        number(SEED),
+        number(bounds.SEED),
         "decoding",
         "seed of every strategy, 0 to 2**32 - 1",
         text="The same seed, settings and models give the same texts.",
@@ -180,7 +158,7 @@ class Settings:
     )
     verify: str = _setting(
         "rejection",
-        choice(RULES, "rule"),
+        choice(bounds.RULES, "rule"),
         "drafting",
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
@@ -194,7 +172,7 @@ class Settings:
     )
     engine: str = _setting(
         "auto",
-        choice(ENGINES, "engine"),
+        choice(bounds.ENGINES, "engine"),
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
@@ -212,12 +190,12 @@ class Settings:
     )
     threads: int = _setting(
         0,
-        number_or(number(THREADS), "auto", value=0),
+        number_or(number(bounds.THREADS), "auto", value=0),
         "decoding",
         "number of CPU threads",
         text="At most the number of cores.",
         example=("1",),
-        forms={"N": f"{THREADS}", "auto": "the fastest number, unless OMP_NUM_THREADS is set"},
+        forms={"N": f"{bounds.THREADS}", "auto": "the fastest number, unless OMP_NUM_THREADS is set"},
         fact="engine now",
         is_flag=True,
     )
@@ -275,8 +253,8 @@ class Settings:
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
     ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
-    ngram_limit: int = _setting(1_000_000, number(NGRAM_LIMIT))
-    top_k_filler: int = _setting(3, number(FILLER_TOP_K))
+    ngram_limit: int = _setting(1_000_000, number(bounds.NGRAM_LIMIT))
+    top_k_filler: int = _setting(3, number(bounds.FILLER_TOP_K))
     reset_in_between: bool = _setting(True, ON_OFF)
     debug: str = _setting(
         "off",
@@ -302,7 +280,7 @@ class Settings:
     @property
     def max_drafts(self) -> int:
         """Maximum number of drafts per round."""
-        return AUTO_GAMMA if self.gamma is None else self.gamma
+        return bounds.AUTO_GAMMA if self.gamma is None else self.gamma
 
     @property
     def keeps_conversation(self) -> bool:
@@ -378,7 +356,7 @@ def setting_fields() -> Mapping[str, Setting]:
 SAMPLING_PARTS = (
     Setting(
         "temperature",
-        number(TEMPERATURE, usage="T"),
+        number(bounds.TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
         lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
@@ -400,7 +378,7 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_p",
-        number_or(number(TOP_P, usage="P"), "off", same=1),
+        number_or(number(bounds.TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
@@ -421,7 +399,7 @@ NGRAM_PARTS = (
     ),
     Setting(
         "ngram order",
-        number(NGRAM_ORDER),
+        number(bounds.NGRAM_ORDER),
         lambda settings: settings.ngram_storage.order,
         lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
         summary="order of the n-grams, 2 to 16",

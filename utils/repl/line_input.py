@@ -180,11 +180,7 @@ def wrap_status(status: str, width: int) -> str:
 
 
 def typed_lines(
-    commands: Registry,
-    *,
-    colour: bool,
-    history: History,
-    status: Callable[[], str] = lambda: "",
+    commands: Registry, *, colour: bool, history: History, status: Callable[[], str] = lambda: ""
 ) -> Iterator[str]:
     """Typed lines, until Ctrl-D. Ctrl-C drops the current line. `status` returns the text of the toolbar."""
     session: PromptSession[str] = PromptSession(

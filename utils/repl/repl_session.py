@@ -7,7 +7,7 @@ this package load pairs, change settings, and run prompts and reports.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from functools import cache, partial
 from traceback import clear_frames
 from typing import Any
@@ -27,22 +27,8 @@ from utils.commands.shared.registry import (
     UseTraining,
 )
 from utils.comparison.arms import Run
-from utils.comparison.harness import (
-    Harness,
-    LastPrompt,
-    PlannedRun,
-    divergence_of,
-    unlike_target,
-)
-from utils.comparison.records import (
-    Finding,
-    Note,
-    RecordFile,
-    Report,
-    ReportEvent,
-    report_records,
-    run_records,
-)
+from utils.comparison.harness import Harness, LastPrompt, PlannedRun, divergence_of, unlike_target
+from utils.comparison.records import Finding, Note, RecordFile, Report, ReportEvent, report_records, run_records
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
@@ -68,16 +54,13 @@ NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to
 
 
 class Verdict(Enum):
-    """How a line ended."""
+    """How a line ended. All but the last value are exit statuses, too."""
 
-    DONE = auto()
-    FAILED = auto()
-    UNDECIDED = auto()
-    INTERRUPTED = auto()
-    QUIT = auto()
-
-
-STATUSES = {0: Verdict.DONE, 1: Verdict.FAILED, 3: Verdict.UNDECIDED}  # of reports
+    DONE = 0
+    FAILED = 1
+    UNDECIDED = 3
+    INTERRUPTED = 130
+    QUIT = -1
 
 
 def explain_error(renderer: Renderer, error: Exception) -> None:
@@ -213,7 +196,7 @@ class Runner:
             self.renderer.end_progress()
             if findings:  # also after an error, which is raised again afterwards
                 self._conclude(report, findings, finished=finished)
-        return STATUSES[report.status([one.figures for one in findings])] if finished else Verdict.INTERRUPTED
+        return Verdict(report.status([one.figures for one in findings])) if finished else Verdict.INTERRUPTED
 
     def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
         pair, rows = self.harness.loaded, [one.figures for one in findings]
