@@ -92,10 +92,10 @@ def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[Prompt],
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
-            return verdict.value
+            return verdict
         ended.add(verdict)
     worst = (one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended and not interactive)
-    return next(worst, Verdict.DONE).value
+    return next(worst, Verdict.DONE)
 
 
 def lines_for(

@@ -7,7 +7,7 @@ this package load pairs, change settings, and run prompts and reports.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import IntEnum
 from functools import cache, partial
 from traceback import clear_frames
 from typing import Any
@@ -53,7 +53,7 @@ OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a sm
 NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
 
 
-class Verdict(Enum):
+class Verdict(IntEnum):
     """How a line ended. All but the last value are exit statuses, too."""
 
     DONE = 0
