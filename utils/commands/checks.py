@@ -376,8 +376,7 @@ AUDIT = Command(
     "what is deterministic here",
     _audit,
     group="checks",
-    about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
-    "guaranteed to be equal.",
+    about=f"And which texts are guaranteed to be equal. N is the number of trials (default {TRIALS}).",
     example=("> /audit 10", "Deterministic here: float32, cpu"),
 )
 LOSSLESS = Command(
@@ -386,7 +385,6 @@ LOSSLESS = Command(
     "test samples against the distribution",
     _lossless,
     group="checks",
-    about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
-    "distribution of the target.",
+    about=f"Every strategy draws N first tokens of the last prompt (default {DRAWS}). The distribution is the target's.",
     example=("> /lossless 200", "speculative   p-value 0.41"),
 )

@@ -190,8 +190,7 @@ COMPARE = Command(
     "two files of --json, prompt by prompt",
     _compare,
     group="results",
-    about="Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
-    "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
+    about="They may be of two machines, drafters, versions or settings. Nothing is run.",
     example=(
         "> /compare a.jsonl b.jsonl",
         "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
@@ -205,8 +204,7 @@ REPLAY = Command(
     "run the records of a file again",
     _replay,
     group="checks",
-    about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
-    "name every difference in versions, models, engine and settings.",
+    about="Every generation of a --json file keeps its settings. Differences in versions, models and engine are named.",
     example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
     files=("",),
 )

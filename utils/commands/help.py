@@ -69,7 +69,6 @@ EXPLAIN = Command(
     _explain,
     group="results",
     rank=2,
-    about="The definitions of all figures on the screen, or of one.",
     example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
     words=FIGURES,
 )
@@ -114,7 +113,8 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
     yield "syntax", "\n".join(command.syntax or (command.typed,))
-    yield "about", command.about
+    end = "" if command.summary.endswith("?") else "."
+    yield "about", f"{command.summary[0].upper()}{command.summary[1:]}{end} {command.about}".rstrip()
     if current := command.current(context.settings):
         yield "now", current
     yield "example", "\n".join(command.example)
@@ -124,11 +124,10 @@ def help_command(commands: Iterable[Command]) -> Command:
     return Command(
         "help",
         "[NAME]",
-        "this list",
+        "the most important commands, or a page",
         _help,
         group="session",
         rank=1,
-        about="The most important commands, all commands, or one page about a command or a figure on the screen.",
         example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
         syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
         words={EVERYTHING: "all commands", **{command.name: command.summary for command in commands}},

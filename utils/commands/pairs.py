@@ -188,8 +188,8 @@ PAIR_COMMANDS = (
         _load,
         group="models",
         rank=1,
-        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a "
-        "new target drops the old drafter. If loading fails, the old pair stays.",
+        about="What is not named stays the same, but a new target drops the old drafter. If loading fails, the old "
+        "pair stays.",
         example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
         syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
         words={name: pair.summary for name, pair in PAIRS.items()},
@@ -200,8 +200,7 @@ PAIR_COMMANDS = (
         "whether the two models fit together",
         _pair,
         group="models",
-        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context "
-        "lengths and caches.",
+        about="Why, and what to change: vocabularies, sizes, context lengths and caches.",
         example=("> /pair", "verdict   fine"),
         syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
         words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},

@@ -102,9 +102,8 @@ RACE = Command(
     _race,
     group="does it help?",
     rank=2,
-    about=f"Run the last prompt N times (default {races.REPEATS}) with every strategy that is on, in turns, and say "
-    "whether the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default "
-    "1) and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
+    about=f"Every strategy that is on runs the last prompt N times (default {races.REPEATS}), or each prompt of a FILE "
+    "(default 1), in turns. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
     example=("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
     syntax=(
         "/race N               the last prompt, N times",
@@ -236,8 +235,8 @@ SWEEP = Command(
     "one setting over several values",
     _sweep,
     group="checks",
-    about=f"Run the last prompt N times (default {races.REPEATS}) with each value of a setting, in turns. Commas "
-    "separate values of several words.",
+    about=f"Each runs the last prompt N times (default {races.REPEATS}), in turns. Commas separate values of several "
+    "words.",
     example=("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
     syntax=(
         "/sweep NAME VALUE VALUE ... [xN]",

@@ -51,8 +51,8 @@ TEXTS = Command(
     _texts,
     group="results",
     rank=1,
-    about="The last texts, marked where they differ from the text of the target. Below them: the first "
-    "token that differs, its probability, and the cause: sampling or rounding.",
+    about="They are marked where they differ from the text of the target. Below them: the first token that differs, "
+    "its probability, and the cause: sampling or rounding.",
     example=("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
 )
 
@@ -100,7 +100,6 @@ EXPORT = Command(
     _export,
     group="results",
     rank=3,
-    about="Write what the session has shown, or the last result, to a file. The ending of its name decides.",
     example=("> /export report.html", "the session written to report.html"),
     syntax=(
         "/export FILE.html        a page with everything that was shown, in colours",

@@ -105,7 +105,7 @@ def test_every_command_has_a_page_that_fits(command) -> None:
     lines = shown(f"/help {command.name}")
     assert len(lines) <= ROWS - 4
     labels = {line.split()[0] for line in lines if not line.startswith(" ")}
-    assert {"syntax", "about", "example"} <= labels and command.about and command.example
+    assert {"syntax", "about", "example"} <= labels and command.example
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.example], ids=lambda c: c.name)
@@ -178,7 +178,7 @@ def test_show_gives_each_setting_one_line() -> None:
 
 
 def test_aliases_are_not_listed() -> None:
-    assert all(command.about and command.group for command in COMMANDS)
+    assert all(command.summary and command.group for command in COMMANDS)
     assert not set(ALIASES) & {command.name for command in COMMANDS}
 
 
