@@ -385,6 +385,6 @@ LOSSLESS = Command(
     "test samples against the distribution",
     _lossless,
     group="checks",
-    about=f"Every strategy draws N first tokens of the last prompt (default {DRAWS}). The distribution is the target's.",
+    about=f"Every strategy draws N first tokens of the last prompt (default {DRAWS}), as the target should.",
     example=("> /lossless 200", "speculative   p-value 0.41"),
 )

@@ -306,7 +306,7 @@ SESSION_COMMANDS = (
         "revert the last change of a setting",
         lambda argument, context: [registry.Action.UNDO_SETTINGS],
         group="session",
-        about="So is the drafter of /learn. Repeat it for earlier changes.",
+        about="This includes the drafter of /learn. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
     ),
     registry.Command(
