@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -120,12 +120,11 @@ def history_path() -> Path:
 class LineHistory(FileHistory):
     """The history of typed lines, in a file that only its owner can read.
 
-    If it cannot be read or written, `warn` receives one message, and the session keeps its own lines.
+    If it cannot be written, `warn` receives a message, and the session keeps its own lines.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
-        self._path, self._warn = path, warn
         self._held = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
@@ -133,15 +132,13 @@ class LineHistory(FileHistory):
             # touch sets the mode of new files only.
             path.chmod(PRIVATE_FILE)
         except OSError as error:
-            self._give_up("written", error)
+            warn(f"The history file {path} cannot be written ({error.strerror}); this session keeps its own lines.")
 
     def load_history_strings(self) -> Iterable[str]:
-        try:
-            # A list, because the file would otherwise be read, and fail, outside the try block.
+        with suppress(OSError):
+            # A list, because the file would otherwise be read, and fail, outside the block.
             return list(super().load_history_strings())
-        except OSError as error:
-            self._give_up("read", error)
-            return []
+        return []
 
     def store_string(self, string: str) -> None:
         """Store a typed text. What names a server may hold a key in a wrong place, so it waits for `keep`."""
@@ -149,23 +146,15 @@ class LineHistory(FileHistory):
         of_server = any(line.startswith("/server") or (line.startswith("/") and "://" in line) for line in lines)
         self._held = string if of_server and len(lines) == 1 else ""
         if not of_server:
-            self._store(string)
+            with suppress(OSError):
+                super().store_string(string)
 
     def keep(self) -> None:
         """Store the last line about a server, which did what it says."""
         held, self._held = self._held, ""
         if held:
-            self._store(held)
-
-    def _store(self, string: str) -> None:
-        try:
-            super().store_string(string)
-        except OSError as error:
-            self._give_up("written", error)
-
-    def _give_up(self, action: str, error: OSError) -> None:
-        warn, self._warn = self._warn, lambda text: None  # only the first failure is shown
-        warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
+            with suppress(OSError):
+                super().store_string(held)
 
 
 def wrap_status(status: str, width: int) -> str:

@@ -149,12 +149,11 @@ class RaceResult:
 def pooled_run(runs: Sequence[Run]) -> Run:
     """The counts and the seconds of several answers of one arm as those of one run.
 
-    A count is unknown if one answer's is. Drafts are unknown if an answer's figures are not its own. An answer without
-    figures among others with figures had no drafts, and as many forward passes as tokens.
+    A count is unknown if one answer's is. An answer without figures of drafts among others with figures had no drafts,
+    and as many forward passes as tokens, unless its figures are not its own.
     """
-    if any(run.acceptance is not None and not run.acceptance.valid for run in runs):
-        runs = [replace(run, drafted=None, accepted=None, target_forwards=None) for run in runs]
-    elif any(run.drafted is not None for run in runs):
+    are_own = all(run.acceptance is None or run.acceptance.valid for run in runs)
+    if are_own and any(run.drafted is not None for run in runs):
         runs = [
             replace(run, drafted=0, accepted=0, target_forwards=run.new_tokens) if run.drafted is None else run
             for run in runs
