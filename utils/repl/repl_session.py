@@ -15,17 +15,7 @@ from typing import Any
 from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
 from utils.commands.learn import drafter_race
-from utils.commands.shared.registry import (
-    Action,
-    ChangeSettings,
-    Effect,
-    RaceDrafters,
-    Reply,
-    RunLines,
-    ShowRows,
-    UseServers,
-    UseTraining,
-)
+from utils.commands.shared import registry
 from utils.comparison.arms import Run
 from utils.comparison.harness import Harness, LastPrompt, PlannedRun, divergence_of, unlike_target
 from utils.comparison.records import Finding, Note, RecordFile, Report, ReportEvent, report_records, run_records
@@ -338,61 +328,61 @@ class ReplSession:
 
     def _run_command(self, line: str) -> Verdict:
         """Run a command and apply its effects in order. The verdict is that of the last effect."""
-        registry, verdict = self._tools.registry, Verdict.DONE
+        commands, verdict = self._tools.registry, Verdict.DONE
         context = CommandContext(
             self.settings,
-            registry,
+            commands,
             self.harness,
             self._loaded.limits,
             facts=lambda: model_facts(self.harness.loaded, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             page=self._renderer.page,
         )
-        for effect in registry.run(line, context):
+        for effect in commands.run(line, context):
             verdict = self._apply(effect)
         self.succeeded = line if verdict is Verdict.DONE else ""
         return verdict
 
-    def _apply(self, effect: Effect) -> Verdict:
+    def _apply(self, effect: registry.Effect) -> Verdict:
         renderer, settings = self._renderer, self._loaded.settings
         match effect:
-            case Reply(text):
+            case registry.Reply(text):
                 renderer.reply(text)
-            case ShowRows(rows, ()):
+            case registry.ShowRows(rows, ()):
                 renderer.rows(rows)
-            case ShowRows(rows, headings):
+            case registry.ShowRows(rows, headings):
                 renderer.table(headings, rows)
-            case Action.CLEAR_SCREEN:
+            case registry.Action.CLEAR_SCREEN:
                 renderer.clear()
-            case ChangeSettings(changed, reply):
+            case registry.ChangeSettings(changed, reply):
                 settings.change(changed)
                 if reply:
                     renderer.reply(reply)
-            case Action.RETEST_ENGINE:
+            case registry.Action.RETEST_ENGINE:
                 renderer.progress(STARTING_ENGINE.format(self.settings.engine))
                 renderer.reply(settings.retest_engine())
-            case Action.UNDO_SETTINGS:
+            case registry.Action.UNDO_SETTINGS:
                 renderer.reply(settings.undo())
-            case UseServers(addresses):
+            case registry.UseServers(addresses):
                 self.harness.state.servers.use(addresses)
             case NGramStorage():
                 self.harness.state.storage = effect
-            case UseTraining(start):
+            case registry.UseTraining(start):
                 self._use_training(start)
-            case RaceDrafters():
+            case registry.RaceDrafters():
                 return self._race_drafters(effect)
-            case Action.FORGET_CONVERSATIONS:
+            case registry.Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case PairRequest():
                 # If they cannot be loaded or prepared, the session stays as it is.
                 self._loaded = load_beside(effect, self._loaded, self._tools)
                 release_memory()
-            case RunLines(lines):
+            case registry.RunLines(lines):
                 return self._run_lines(lines)
             case Report():
                 self._finish_warm_up()
                 return self._runner.report(effect)
-            case Action.QUIT:
+            case registry.Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
 
@@ -423,7 +413,7 @@ class ReplSession:
             state.training.close()
         state.training = None if start is None else start()
 
-    def _race_drafters(self, race: RaceDrafters) -> Verdict:
+    def _race_drafters(self, race: registry.RaceDrafters) -> Verdict:
         """Wait for the training, race, and use the new drafter if it has won."""
         state = self.harness.state
         assert state.training is not None
