@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from io import StringIO, TextIOWrapper
 from typing import TextIO
@@ -332,26 +331,7 @@ def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A heading and the cells below it."""
-
-    heading: str
-    cells: Sequence[str]
-
-    @property
-    def one_line(self) -> int:
-        """The width at which no cell is broken. A heading may take two lines."""
-        return max([self.least_heading, *map(cell_len, self.cells)])
-
-    @property
-    def least(self) -> int:
-        """The width at which no word is broken."""
-        return max([self.least_heading, *(cell_len(word) for cell in self.cells for word in cell.split())])
-
-    @property
-    def least_heading(self) -> int:
-        return max(map(cell_len, _in_lines(self.heading).split("\n")))
+_Column = tuple[str, list[str]]  # a heading and the cells below it
 
 
 def _in_lines(heading: str) -> str:
@@ -374,35 +354,38 @@ def report_table(
     The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
     broken between words. On a very narrow screen each row becomes a list. `colours` are those of the first cells.
     """
-    shown = [tuple(visible(cell) for cell in row) for row in rows]
-    columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
+    columns = [(heading, list(map(visible, cells))) for heading, *cells in zip(headings, *rows, strict=True)]
     for heading in optional:
-        if _fits([column.one_line for column in columns], width):
+        if _fits([_size(*column) for column in columns], width):
             break
-        columns = [column for column in columns if column.heading != heading]
-    if not _fits([column.least for column in columns], width):
-        return _as_lists(columns, width)
-    return _table(columns, width, colours)
+        columns = [column for column in columns if column[0] != heading]
+    least = [_size(heading, " ".join(cells).split()) for heading, cells in columns]
+    return _table(columns, least, width, colours) if _fits(least, width) else _as_lists(columns, width)
+
+
+def _size(heading: str, texts: Iterable[str]) -> int:
+    """The width at which no text is broken. The heading may take two lines."""
+    return max(map(cell_len, (*_in_lines(heading).split("\n"), *texts)))
 
 
 def _fits(sizes: Sequence[int], width: int, gap: int = GAPS[-1]) -> bool:
     return sum(sizes) + gap * len(sizes) <= width
 
 
-def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Table:
-    sizes = [column.least for column in columns]
-    full = [column.one_line for column in columns]
+def _table(columns: Sequence[_Column], sizes: list[int], width: int, colours: Sequence[str]) -> Table:
+    """Columns with a heading and cells each, which become as wide as there is room beyond these sizes."""
+    full = [_size(*column) for column in columns]
     gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
     # Cells come before headings that would otherwise take two lines, and the first columns before others.
-    for wanted in (full, [max(size, cell_len(column.heading)) for size, column in zip(full, columns, strict=True)]):
+    for wanted in (full, [max(size, cell_len(heading)) for size, (heading, _) in zip(full, columns, strict=True)]):
         for index, want in enumerate(wanted):
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
-        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in column.cells)
-        heading = column.heading if cell_len(column.heading) <= size else _in_lines(column.heading)
-        table.add_column(heading, justify="right" if are_numbers else "left", overflow="fold", width=size)
-    for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
+    for (heading, cells), size in zip(columns, sizes, strict=True):  # rich would break words of some columns
+        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in cells)
+        shown = heading if cell_len(heading) <= size else _in_lines(heading)
+        table.add_column(shown, justify="right" if are_numbers else "left", overflow="fold", width=size)
+    for index, (first, *others) in enumerate(zip(*(cells for _, cells in columns), strict=True)):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))
     return table
@@ -410,7 +393,6 @@ def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Ta
 
 def _as_lists(columns: Sequence[_Column], width: int) -> Table:
     """Each row as a list of its cells, with a blank line between rows."""
-    headings = [column.heading for column in columns]
-    rows = zip(*(column.cells for column in columns), strict=True)
-    lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
+    headings, cells = zip(*columns, strict=True)
+    lines = [pair for row in zip(*cells, strict=True) for pair in ((" ", ""), *zip(headings, row, strict=True))]
     return list_table(lines[1:], width)
