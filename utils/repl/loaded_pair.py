@@ -47,7 +47,7 @@ class _Stopped(Exception):
     """The program is about to end."""
 
 
-class BackgroundTask:
+class BackgroundTask(Thread):
     """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
 
     While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
@@ -56,25 +56,21 @@ class BackgroundTask:
     """
 
     def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        self._work = work
-        self._thread: Thread | None = None
-        self._stopped = Event()
+        super().__init__(daemon=True)  # a thread that hangs must not keep the program alive
+        self._work, self._stopped, self._threads = work, Event(), torch.get_num_threads()
         self._error: BaseException | None = None
         self.is_planned = False
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self) -> None:
-        # A daemon, so that a thread that hangs does not keep the program alive.
-        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
-        self._thread.start()
+    def run(self) -> None:
+        torch.set_num_threads(self._threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error
 
     def wait(self) -> None:
-        """Wait for the thread, if there is one. Raises the thread's error once."""
+        """Wait for the thread, if it was started. Raises the thread's error once."""
         self._join()
-        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -92,15 +88,8 @@ class BackgroundTask:
         self._join()
 
     def _join(self) -> None:
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(POLL)
-
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread may start with another number
-        try:
-            self._work(self._stopped.is_set)
-        except BaseException as error:
-            self._error = error
+        while self.is_alive():
+            self.join(POLL)
 
 
 class SessionSettings:

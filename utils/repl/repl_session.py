@@ -309,7 +309,7 @@ class ReplSession:
         training = None if at_once else self.harness.state.training
         try:
             if not at_once:  # nothing else may use the models during a warm-up behind the prompt
-                if self._loaded.warming.is_running:
+                if self._loaded.warming.is_alive():
                     self._renderer.progress(WARMING_UP)
                 self._loaded.warming.wait()
             with nullcontext() if training is None else training.paused():
