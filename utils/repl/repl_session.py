@@ -236,7 +236,7 @@ class ReplSession:
         self._tools, self._renderer = tools, tools.renderer
         self.succeeded = ""  # the last command, if it did what it says
         self._nested_files = 0  # /run files that are being processed
-        self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
+        self._loaded = LoadedPair(pair, tools, settings, defers_costs=tools.interactive)
         self.harness.state.servers.use(servers)
 
     @property
@@ -250,7 +250,7 @@ class ReplSession:
 
     @property
     def settings(self) -> Settings:
-        return self._loaded.settings.current
+        return self._loaded.settings
 
     def introduce(self, seconds: float = 0.0) -> None:
         """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
@@ -260,7 +260,7 @@ class ReplSession:
         renderer, pair, warming = self._renderer, self.harness.loaded, self._loaded.warming
         if not self._tools.interactive:
             if pair is not None:
-                self._loaded.introduce(renderer.note)
+                self._loaded.introduce()
                 warming.is_planned = True
             return
         if pair is None:
@@ -344,7 +344,7 @@ class ReplSession:
         return verdict
 
     def _apply(self, effect: registry.Effect) -> Verdict:
-        renderer, settings = self._renderer, self._loaded.settings
+        renderer = self._renderer
         match effect:
             case registry.Reply(text):
                 renderer.reply(text)
@@ -355,14 +355,14 @@ class ReplSession:
             case registry.Action.CLEAR_SCREEN:
                 renderer.clear()
             case registry.ChangeSettings(changed, reply):
-                settings.change(changed)
+                self._loaded.change(changed)
                 if reply:
                     renderer.reply(reply)
             case registry.Action.RETEST_ENGINE:
                 renderer.progress(STARTING_ENGINE.format(self.settings.engine))
-                renderer.reply(settings.retest_engine())
+                renderer.reply(self._loaded.retest_engine())
             case registry.Action.UNDO_SETTINGS:
-                renderer.reply(settings.undo())
+                renderer.reply(self._loaded.undo())
             case registry.UseServers(addresses):
                 self.harness.state.servers.use(addresses)
             case NGramStorage():
@@ -374,7 +374,7 @@ class ReplSession:
             case registry.Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case PairRequest():
-                # If they cannot be loaded or prepared, the session stays as it is.
+                # If they cannot be loaded or prepared, the session stays as it is. Nothing else may hold the old pair.
                 self._loaded = load_beside(effect, self._loaded, self._tools)
                 release_memory()
             case registry.RunLines(lines):
@@ -426,7 +426,7 @@ class ReplSession:
             state.training.was_raced |= not state.training.is_running
             return verdict
         if (pair := race.winner()) is not None:
-            self._loaded.settings.use_drafter(pair)
+            self._loaded.use_drafter(pair)
         self._use_training(None)
         return verdict
 
