@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, CommandError, Outcome, ShowRows
+from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, Outcome, ShowRows
 from utils.errors import UserError, check_choice
 
 # The definitions of figures, with their units.
@@ -95,7 +95,7 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         with suppress(UserError):
             return _explain(name, context)
         if " " not in name:
-            raise CommandError(f"{name} is not a figure. {error}") from error
+            raise UserError(f"it is not a figure. {error}") from error
         command = context.registry.find(name.split()[0])  # such as "gamma auto"
     alias = [("alias", f"/{name} stands for /{ALIASES[name]}")] if name in ALIASES else []
     return [ShowRows([*alias, *_page(command, context)])]

@@ -192,7 +192,7 @@ def _ngram(argument: str, context: registry.CommandContext) -> registry.Outcome:
     try:
         return NGRAM_FORMS[word][0](rest, context)
     except UserError as error:
-        raise registry.CommandError(f"/ngram {word}: {error}") from error
+        raise UserError(f"{word}: {error}") from error
 
 
 def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:

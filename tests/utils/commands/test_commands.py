@@ -136,7 +136,7 @@ BAD_LINES = [
     ("/gamma 64", ("64", "0 to 63", "auto")),
     ("/threads 100000", ("100000", "1 to", "auto")),
     ("/ngram ordr 3", ("ordr", "order?")),
-    ("/ngram order 1", ("/ngram order", "2 to 16")),
+    ("/ngram order 1", ("/ngram: order", "2 to 16")),
     ("/ngram kind tree", ("tree", "onelevel")),
     ("/ngram on 3", ("/ngram", "3")),
     ("/temperature -1", ("-1", "0 to 100")),

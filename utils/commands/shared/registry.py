@@ -152,10 +152,6 @@ class Command:
         return f"/{self.name} {self.usage}".strip()
 
 
-class CommandError(UserError):
-    """A UserError that already names its command."""
-
-
 def _parts(line: str) -> tuple[str, str, str]:
     """The name, the separator and the argument of a line that begins with a slash."""
     # DOTALL, because an argument may have several lines. The pattern matches every line.
@@ -186,13 +182,11 @@ class Registry:
         if separator != "=" and not command.free_text:
             argument = re.sub(r"^\s*=", "", argument)  # as in "/gamma = 3"
         if not command.usage and argument.strip():
-            raise CommandError(f"/{command.name} takes no argument, but got '{argument.strip()}'.")
+            raise UserError(f"/{command.name} takes no argument, but got '{argument.strip()}'.")
         try:
             return command.run(argument.strip(), context)
-        except CommandError:
-            raise
         except UserError as error:
-            raise CommandError(f"/{command.name}: {error}") from error
+            raise UserError(f"/{command.name}: {error}") from error
 
     def is_at_once(self, line: str) -> bool:
         """Whether a line that begins with a slash can run while another thread uses the models."""
@@ -206,8 +200,8 @@ class Registry:
         if name in self._commands:
             return self._commands[name]
         if not name:
-            raise CommandError("Type the name of a command after the slash; /help lists them.")
-        raise CommandError(
+            raise UserError("Type the name of a command after the slash; /help lists them.")
+        raise UserError(
             f"There is no command /{name}; {self._hint(name)}. "
             f"({QUOTES}TEXT{QUOTES} sends a text that begins with a slash.)"
         )
