@@ -119,7 +119,8 @@ def test_a_run_shows_how_far_it_has_got_on_a_terminal_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"), [([], "no tokens"), (["<eos>"] * 3, "3 tokens without visible text"), (["\n"], "1 token w")]
+    ("tokens", "words"),
+    [([], "text, 0 tokens)"), (["<eos>"] * 3, "(no visible text, 3 tokens)"), (["\n"], "text, 1 token)")],
 )
 def test_a_text_without_content_says_so(tokens: list[str], words: str, view: Screen) -> None:
     numbers = [TOKENIZER.eos_token_id if token == "<eos>" else ids(token)[0] for token in tokens]
