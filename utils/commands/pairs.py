@@ -1,6 +1,6 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf
@@ -21,9 +21,6 @@ from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs import doctor
 from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, parse_request
 
-LIST, DOCTOR = "list", "doctor"
-LIST_MEANING = "the pairs that can be loaded by name"
-DOCTOR_MEANING = "whether a drafter is read rightly, and on which texts its drafts fail"
 NOT_TRIED = "not tried: no hub connection where this was built; their formats were checked on random weights."
 CAUSE_TOKENS, LONG_TOKENS = 24, 512  # new tokens of each text, and tokens of a long prompt
 LEAST = "Expected is at least 0.15 for the first draft, half of the draft before it, and half of that in greedy texts."
@@ -40,12 +37,8 @@ def _load(argument: str, context: CommandContext) -> Outcome:
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:
-    if argument.lower() == LIST:
-        return _known(context)
-    if argument.lower() == DOCTOR:
-        return _doctor(context)
     if argument:
-        check_choice(argument.lower(), (LIST, DOCTOR), "word")
+        return PAIR_FORMS[check_choice(argument.lower(), tuple(PAIR_FORMS), "word")][0](context)
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
@@ -180,6 +173,10 @@ def _known(context: CommandContext) -> Outcome:
     return [ShowRows(rows), Reply(NOT_TRIED)]
 
 
+PAIR_FORMS: dict[str, tuple[Callable[[CommandContext], Outcome], str]] = {
+    "list": (_known, "the pairs that can be loaded by name"),
+    "doctor": (_doctor, "whether a drafter is read rightly, and on which texts its drafts fail"),
+}
 PAIR_COMMANDS = (
     Command(
         "load",
@@ -196,13 +193,13 @@ PAIR_COMMANDS = (
     ),
     Command(
         "pair",
-        f"[{LIST}|{DOCTOR}]",
+        f"[{'|'.join(PAIR_FORMS)}]",
         "whether the two models fit together",
         _pair,
         group="models",
         about="Why, and what to change: vocabularies, sizes, context lengths and caches.",
         example=("> /pair", "verdict   fine"),
-        syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-        words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
+        syntax=("/pair", *(f"/pair {word}    {meaning}" for word, (_, meaning) in PAIR_FORMS.items())),
+        words={word: meaning for word, (_, meaning) in PAIR_FORMS.items()},
     ),
 )

@@ -242,7 +242,6 @@ NGRAM = replace(
 )
 
 
-NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 NEW = "new"
 LONGEST_VALUE = 40  # characters in /show
@@ -262,11 +261,8 @@ def _show(argument: str, context: registry.CommandContext) -> registry.Outcome:
 def _turns(argument: str, context: registry.CommandContext) -> registry.Outcome:
     if argument.lower() != NEW:
         return set_or_show(setting_fields()["turns"], argument, context)
-    turns = len(context.harness.state.conversations)
-    if turns:
-        return [registry.Action.FORGET_CONVERSATIONS, registry.Reply(FORGOTTEN.format(count_of(turns, "turn")))]
-    hint = "" if context.settings.turns else " (/turns on keeps one)"
-    return [registry.Reply(NO_CONVERSATION + hint)]
+    turns = count_of(len(context.harness.state.conversations), "turn")
+    return [registry.Action.FORGET_CONVERSATIONS, registry.Reply(FORGOTTEN.format(turns))]
 
 
 def _save(argument: str, context: registry.CommandContext) -> registry.Outcome:

@@ -38,9 +38,6 @@ CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "No settings have been changed, so there is nothing to revert."
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
-CONVERSATION_LOST = "The conversation starts over: {} forgotten."
-
-
 POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
@@ -311,7 +308,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     if state.storage and not before.reset_in_between:
         note("The n-gram storage is empty now: it held tokens of the old target.")
     if turns := len(state.conversations):
-        note(CONVERSATION_LOST.format(count_of(turns, "turn")))
+        note(CONVERSATION_ENDED.format(count_of(turns, "turn")))
     if state.training is not None:
         state.training.close()
     own = loaded.harness.state
