@@ -69,7 +69,6 @@ DRAW_TABLE = ResultTable(
     figure("draws", "draws", drop=2),
     figure("matches", "matches"),
     figure("cells", "cells", drop=1),
-    figure("chi-square", "statistic", "{:.1f}"),
     figure("p-value", "p_value", "{:.2g}"),
     figure("verdict", "verdict"),
 )
@@ -245,17 +244,14 @@ def _promise(row: Row, pair: Pair) -> str:
 class Fit(NamedTuple):
     """Pearson's chi-square test of counted draws against a distribution, with small cells merged.
 
-    `matches` counts the draws of tokens with a probability above 0, and `support` these tokens. `statistic`, `freedom`
-    and `p_value` are None with fewer than two cells. `p_value` is the probability that draws from the distribution
-    itself deviate at least this much.
+    `matches` counts the draws of tokens with a probability above 0, and `support` these tokens. `p_value` is the
+    probability that draws from the distribution itself deviate at least this much; None with fewer than two cells.
     """
 
     draws: int
     matches: int
     support: int
     cells: int
-    statistic: float | None = None
-    freedom: int | None = None
     p_value: float | None = None
 
 
@@ -348,8 +344,7 @@ def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
     if len(cells) < 2:
         return result
     statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
-    freedom = len(cells) - 1
-    return result._replace(statistic=statistic, freedom=freedom, p_value=chi_square_tail(statistic, freedom))
+    return result._replace(p_value=chi_square_tail(statistic, len(cells) - 1))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
