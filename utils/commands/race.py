@@ -116,7 +116,7 @@ RACE = Command(
 
 SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
-PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
+PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS)}
 EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
 ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
 OTHER_TEXTS = (
@@ -203,20 +203,22 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     if not gaining:
         return [ALL_NOISE if drafting else races.NO_RIVAL]
     best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
-    name, claim = _labelled(best), "" if best["speedup"] is None else f": {claims.claim_text(best)}"
+    if best["speedup"] is None:
+        return [races.NO_TARGET]
+    name, claim = _labelled(best), claims.claim_text(best)
     if len(best["tokens_per_second"]) < claims.MIN_VALUES:
-        about = claim and f", about {best['speedup']:.1f}x target-only"
-        return [f"Too few repeats to tell. The highest speed is that of {name}{about}.", MORE_REPEATS]
-    if claim and best["verdict"] != claims.FASTER:
-        return [f"No value is measurably faster than target-only. The highest is {name}{claim}."]
+        about = f"{name}, about {best['speedup']:.1f}x target-only"
+        return [f"Too few repeats to tell. The highest speed is that of {about}.", MORE_REPEATS]
+    if best["verdict"] != claims.FASTER:
+        return [f"No value is measurably faster than target-only. The highest is {name}: {claim}."]
     others = [row for row in gaining if row is not best]
     near = [_labelled(row) for row in others if _claim(best, row) != claims.FASTER]
-    sentence = f"{name} is {'the fastest' if others else 'faster'}{claim}."
+    sentence = f"{name} is {'the fastest' if others else 'faster'}: {claim}."
     if near:
-        sentence = f"The highest speed is that of {name}{claim}. Not distinguishable from it: {', '.join(near)}."
+        sentence = f"The highest speed is that of {name}: {claim}. Not distinguishable from it: {', '.join(near)}."
     setting, _, value = best["setting"].partition(" ")
     command = PARTS[setting].name if setting in PARTS else setting
-    return [sentence, *([f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."] if claim else [])]
+    return [sentence, f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."]
 
 
 def _claim(best: Row, other: Row) -> str:

@@ -77,7 +77,7 @@ def _syntax(row: Setting) -> Iterator[str]:
     """A line for each form of the argument that the row describes."""
     width = max(map(len, row.forms), default=0)
     yield from (f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items())
-    if row.forms and row.is_switch:
+    if row.forms and row.value_type.is_switch:
         yield f"/{row.name:{width + len(row.name) + 1}}    switch between on and off"
 
 
@@ -86,7 +86,7 @@ def set_or_show(row: Setting, argument: str, context: registry.CommandContext) -
     before, name = context.settings, row.name
     if name == "engine" and argument.lower() == RETEST:
         return [registry.Action.RETEST_ENGINE]
-    if not argument and not row.is_switch:
+    if not argument and not row.value_type.is_switch:
         return _shown(row, context)
     settings = row.change(before, argument, context.limits)
     # A toggled switch is easily mistaken for one that was only shown.

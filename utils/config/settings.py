@@ -313,11 +313,6 @@ class Setting:
     fact: str = ""
     is_flag: bool = False
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether it toggles between on and off without an argument."""
-        return self.value_type.is_switch
-
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
         return self.value_type.show(self.get(settings))
@@ -389,11 +384,10 @@ SAMPLING_PARTS = (
     ),
 )
 NGRAM_PARTS = (
-    Setting(
-        "ngram kind",
-        replace(STORAGE, show=attrgetter("kind")),
-        lambda settings: settings.ngram_storage,
-        partial(_put, "ngram_storage"),
+    replace(
+        setting_fields()["ngram_storage"],
+        name="ngram kind",
+        value_type=replace(STORAGE, show=attrgetter("kind")),
         summary="orders of the stored n-grams",
         forms={"basic": "all orders from 2 to the order", "onelevel": "one order only"},
     ),

@@ -64,7 +64,7 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
         f"{name} {entry.show(settings)}"
         for name, entry in listed_settings().items()
         # Users forget the switches that they have changed.
-        if name in shown or (entry.is_switch and entry.show(settings) != entry.show(Settings()))
+        if name in shown or (entry.value_type.is_switch and entry.show(settings) != entry.show(Settings()))
     ]
     runs = [(run.name, run.tokens_per_second) for _, run, _ in state.last.compared] if state.last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
