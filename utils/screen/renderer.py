@@ -100,15 +100,10 @@ class ProgressLine:
 
 
 class Writer:
-    """Writes to one stream, and adds the text to `kept`. With `wraps`, tables fit into the width of the console."""
+    """Writes to one stream, and adds the text to `kept`."""
 
-    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str], *, wraps: bool = True) -> None:
+    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str]) -> None:
         self.console, self._progress, self._kept = console, progress, kept
-        self.wraps = wraps or console.is_terminal
-
-    @property
-    def table_width(self) -> int:
-        return self.console.width if self.wraps else UNLIMITED
 
     def write(self, text: str, *, kept: bool = True) -> None:
         self._progress.clear()
@@ -128,14 +123,6 @@ class Writer:
         """The layout of rich in at most `width` columns, without blanks at the ends of lines."""
         lines = rendered(self.console, content, width).split("\n")
         self.write("\n".join(line.rstrip(" ") for line in lines))
-
-    def crash(self) -> None:
-        self._progress.clear()
-        self.console.print_exception()
-
-    def clear(self) -> None:
-        self._progress.clear()
-        self.console.clear()
 
 
 def rendered(console: Console, content: RenderableType, width: int | None = None) -> str:
@@ -158,15 +145,20 @@ class Renderer:
     def __init__(self, out: Console, messages: Console, *, colour: bool, wraps: bool = True) -> None:
         self._progress = ProgressLine(messages)
         self._kept: deque[str] = deque(maxlen=KEPT)
-        self._out = Writer(out, self._progress, self._kept, wraps=wraps)
+        self._out = Writer(out, self._progress, self._kept)
         self._messages = Writer(messages, self._progress, self._kept)
         self.colour = colour
+        self._wraps = wraps or out.is_terminal
         self._has_explained = False
         self._last_step = time.monotonic()
 
     @property
     def width(self) -> int:
         return self._out.console.width
+
+    @property
+    def _table_width(self) -> int:
+        return self.width if self._wraps else UNLIMITED
 
     @property
     def stream_width(self) -> int | None:
@@ -189,7 +181,7 @@ class Renderer:
 
     def page(self) -> str:
         """Everything that was shown last, as an HTML page in the colours and the width of the screen."""
-        console = Console(file=StringIO(), record=True, force_terminal=True, width=self._out.table_width)
+        console = Console(file=StringIO(), record=True, force_terminal=True, width=self._table_width)
         console.print(Text.from_ansi("".join(self._kept)))
         return console.export_html()
 
@@ -229,7 +221,7 @@ class Renderer:
         """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first. `colours`
         are those of the first cells.
         """
-        width = self._out.table_width
+        width = self._table_width
         self._out.draw(report_table(headings, list(rows), width, optional, colours=colours), width)
 
     def result(self, text: str) -> None:
@@ -274,16 +266,18 @@ class Renderer:
         self._messages.line(text, "red")
 
     def crash(self) -> None:
-        self._messages.crash()
+        self.end_progress()
+        self._messages.console.print_exception()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        self._out.draw(list_table(list(rows), self._out.table_width), self._out.table_width)
+        self._out.draw(list_table(list(rows), self._table_width), self._table_width)
 
     def newline(self) -> None:
         self._out.write("\n")
 
     def clear(self) -> None:
-        self._out.clear()
+        self.end_progress()
+        self._out.console.clear()
 
     def _paint(self, text: str, style: str) -> str:
         return Style.parse(style).render(text, color_system=ColorSystem.STANDARD if self.colour else None)
