@@ -28,7 +28,6 @@ from utils.errors import UserError, check_choice
 from utils.files import read_text, write_file
 from utils.text import byte_size, count_of, escaped, unescaped
 
-OWN_COMMANDS = ("ngram", "turns")  # they have subcommands
 MAX_TYPED = 20  # characters of a command and its argument in a list of /help; the page has all words
 RETEST = "test"  # of /engine
 NO_EFFECT = "   (no effect while /chat is off)"
@@ -40,13 +39,6 @@ LEGEND = (
     "~: estimated from a few layers."
 )
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
-
-
-def setting_commands() -> Iterator[registry.Command]:
-    """A command for every setting without subcommands."""
-    for row in (*setting_fields().values(), *SAMPLING_PARTS):
-        if row.group and row.name not in OWN_COMMANDS:
-            yield setting_command(row)
 
 
 def setting_command(row: Setting) -> registry.Command:
@@ -68,8 +60,9 @@ def setting_command(row: Setting) -> registry.Command:
 
 
 def _example(row: Setting) -> tuple[str, ...]:
-    """The typed line and its output, which is the value itself unless the row defines it."""
-    value, *shown = row.example or ("on" if row.default is False else "off",)
+    """The typed line and its output. By default they have the first word that is not the present value."""
+    shown_default = row.value_type.show(row.default)
+    value, *shown = row.example or [word for word in row.value_type.words if word != shown_default][:1]
     return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
 
 
@@ -225,9 +218,11 @@ NGRAM_FORMS: dict[str, tuple[Callable[[str, registry.CommandContext], registry.O
     "save": (_save_ngrams, "FILE [overwrite]", "write the storage"),
     "load": (_load_ngrams, "FILE", "read a storage"),
 }
-_NGRAM = setting_command(setting_fields()["ngram"])
-NGRAM = replace(
-    _NGRAM,
+SETTING_COMMANDS = {
+    row.name: setting_command(row) for row in (*setting_fields().values(), *SAMPLING_PARTS) if row.group
+}
+SETTING_COMMANDS["ngram"] = replace(
+    SETTING_COMMANDS["ngram"],
     usage="[on|off] ...",
     run=_ngram,
     syntax=(
@@ -237,7 +232,7 @@ NGRAM = replace(
     current=lambda settings: ", ".join(
         f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
     ),
-    words=_NGRAM.words | {word: meaning for word, (_, _, meaning) in NGRAM_FORMS.items()},
+    words=SETTING_COMMANDS["ngram"].words | {word: meaning for word, (_, _, meaning) in NGRAM_FORMS.items()},
     files=("save ", "load "),
 )
 
@@ -293,8 +288,12 @@ def _run(argument: str, context: registry.CommandContext) -> registry.Outcome:
     return [registry.ChangeSettings(settings, summary), *again, registry.RunLines(rest)]
 
 
-_SWITCH = setting_command(setting_fields()["turns"])
-TURNS = replace(_SWITCH, run=_turns, usage=f"[on|off|{NEW}]", words=_SWITCH.words | {NEW: "begin a new conversation"})
+SETTING_COMMANDS["turns"] = replace(
+    SETTING_COMMANDS["turns"],
+    run=_turns,
+    usage=f"[on|off|{NEW}]",
+    words=SETTING_COMMANDS["turns"].words | {NEW: "begin a new conversation"},
+)
 SESSION_COMMANDS = (
     registry.Command(
         "undo",

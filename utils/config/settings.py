@@ -163,7 +163,6 @@ class Settings:
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
         "of Sun et al. 2024. coupled gives the text of the target alone for the same seed.",
-        example=("coupled",),
         forms={
             "rejection": "accept each draft with probability min(1, p/q)",
             "block": "accept drafts jointly, at least as many",
@@ -177,7 +176,6 @@ class Settings:
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
         "only. Results are kept for later.",
-        example=("plain",),
         forms={
             "auto": "the fastest one, by measurement",
             "plain": "PyTorch unchanged",
@@ -264,7 +262,6 @@ class Settings:
         text="A line for each round has its drafts (+ accepted, - rejected), the target's token (= correction, * "
         "bonus) and its time; rounds without drafts share a line. full: also p/q as colours and shapes, why each "
         "draft was rejected, and where n-grams and matches were found.",
-        example=("full",),
         forms={"on": "a line per round", "off": "the texts only", "full": "also p/q, and why drafts were rejected"},
         rank=4,
     )
@@ -294,7 +291,7 @@ class Setting:
 
     `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
     set; `summary` and `rank` are as in a Command. `text` is what its page says in addition. `example` is an argument to
-    type, by default on or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed.
+    type, by default a word, and the lines that it shows unless they repeat it. `forms` describe what can be typed.
     `fact` is the label in /show of the value in effect.
     """
 
