@@ -60,9 +60,9 @@ def setting_command(row: Setting) -> registry.Command:
 
 
 def _example(row: Setting) -> tuple[str, ...]:
-    """The typed line and its output. By default they have the first word that is not the present value."""
-    shown_default = row.value_type.show(row.default)
-    value, *shown = row.example or [word for word in row.value_type.words if word != shown_default][:1]
+    """The typed line and its output. By default they have the first word that is not the default value."""
+    others = (word for word in row.value_type.words if word != row.value_type.show(row.default))
+    value, *shown = row.example or (next(others),)
     return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
 
 
