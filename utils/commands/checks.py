@@ -93,8 +93,6 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
 
 @dataclass(slots=True)
 class _Audit:
-    """The trials of one audit."""
-
     harness: Harness
     job: Job
     trials: int

@@ -47,7 +47,6 @@ class Config:
 
 
 def config_file() -> Path:
-    """The default location of the config file."""
     return user_folder("config") / "config.toml"
 
 

@@ -330,7 +330,6 @@ def _put(name: str, settings: Settings, value: Any) -> Settings:
 
 @cache
 def setting_fields() -> Mapping[str, Setting]:
-    """The fields of Settings by their names."""
     rows = (
         Setting(
             entry.name,
@@ -442,7 +441,6 @@ def known_settings() -> Mapping[str, Setting]:
 
 
 def flag_settings() -> list[Setting]:
-    """The settings that are also command-line flags."""
     return [row for row in setting_fields().values() if row.is_flag]
 
 

@@ -260,7 +260,6 @@ class ReplSession:
         return self._answer(text, replace(settings, request=request) if request else settings)
 
     def _use_training(self, start: Callable[[], Training] | None) -> None:
-        """End the present training, and start another one."""
         state = self.harness.state
         if state.training is not None:
             state.training.close()

@@ -117,7 +117,6 @@ class RaceResult:
 
     @classmethod
     def of(cls, item: RaceItem, repeat: int, runs: Sequence[tuple[Arm, tuple[Run, ...]]]) -> list[Self]:
-        """The results of all arms, from their runs."""
         results = []
         for arm, ours in runs:
             theirs = next((turns for _, turns in runs if turns[0].name == ours[0].baseline), ())
