@@ -13,23 +13,8 @@ from typing import Any
 
 from utils import bounds
 from utils.bounds import WholeRange
-from utils.config.value_types import (
-    COST_TABLE,
-    DRAFTER_KINDS,
-    GREEDY,
-    ON_OFF,
-    PROCESSOR,
-    REQUEST,
-    STORAGE,
-    SYSTEM_PROMPT,
-    Limits,
-    ProcessorSpec,
-    StorageSpec,
-    ValueType,
-    choice,
-    number,
-    number_or,
-)
+from utils.config import value_types as types
+from utils.config.value_types import Limits, ProcessorSpec, StorageSpec, ValueType
 from utils.errors import UserError, check_choice
 from utils.metrics.costs import Costs
 from utils.pairs.request import CHAIN
@@ -45,10 +30,10 @@ def _setting(default: Any, value_type: ValueType, group: str = "", summary: str 
 class Settings:
     """Everything that a user can change. A run uses a snapshot; commands make new snapshots."""
 
-    speculative: bool = _setting(True, ON_OFF, "strategies", "speculative decoding with the drafter")
+    speculative: bool = _setting(True, types.ON_OFF, "strategies", "speculative decoding with the drafter")
     ngram: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "drafting",
         "n-gram assisted decoding; its storage",
         text="Drafts come from n-grams of the prompt, of the text so far and of the target's top tokens, which a "
@@ -60,15 +45,15 @@ class Settings:
     )
     target: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "strategies",
         "the target alone, the baseline",
         text="All speed-ups and comparisons of texts refer to this run.",
     )
-    drafter: bool = _setting(False, ON_OFF, "strategies", "the drafter alone")
+    drafter: bool = _setting(False, types.ON_OFF, "strategies", "the drafter alone")
     beams: int = _setting(
         0,
-        number(WholeRange(0, 16)),
+        types.number(WholeRange(0, 16)),
         "strategies",
         "a beam search with N beams, 0 to 16",
         text="It has a length penalty, and its text differs from the other strategies. 0 turns it off.",
@@ -76,7 +61,7 @@ class Settings:
     )
     gamma: int | None = _setting(
         None,
-        number_or(number(WholeRange(0, bounds.MAX_GAMMA)), "auto"),
+        types.number_or(types.number(WholeRange(0, bounds.MAX_GAMMA)), "auto"),
         "drafting",
         "maximum drafts per round, 0 to 63",
         text="With auto, every round drafts as many tokens as have the highest expected throughput, given the "
@@ -88,7 +73,7 @@ class Settings:
     )
     drafter_kind: tuple[str, ...] = _setting(
         (CHAIN,),
-        DRAFTER_KINDS,
+        types.DRAFTER_KINDS,
         "drafting",
         "what drafts; several kinds are compared",
         text="The default, chain, drafts what followed earlier in the texts where that is expected to gain more, and "
@@ -105,7 +90,7 @@ class Settings:
     )
     costs: Costs | None = _setting(
         None,
-        COST_TABLE,
+        types.COST_TABLE,
         "drafting",
         "costs of drafting and verifying",
         text="What verifying 1, 2, ... drafts costs in addition to a target forward over one token, and what one "
@@ -125,7 +110,7 @@ class Settings:
     )
     length: int = _setting(
         128,
-        number(WholeRange(1), limit="context"),
+        types.number(WholeRange(1), limit="context"),
         "decoding",
         "maximum number of new tokens",
         text="At most the context length of the target.",
@@ -133,8 +118,8 @@ class Settings:
         rank=1,
     )
     processor: ProcessorSpec = _setting(
-        GREEDY,
-        PROCESSOR,
+        types.GREEDY,
+        types.PROCESSOR,
         "decoding",
         "temperature, top-k, top-p in one line",
         text="They apply to the target's logits in this order.",
@@ -149,7 +134,7 @@ class Settings:
     )
     seed: int = _setting(
         42,
-        number(bounds.SEED),
+        types.number(bounds.SEED),
         "decoding",
         "seed of every strategy, 0 to 2**32 - 1",
         text="The same seed, settings and models give the same texts.",
@@ -158,7 +143,7 @@ class Settings:
     )
     verify: str = _setting(
         "rejection",
-        choice(bounds.RULES, "rule"),
+        types.choice(bounds.RULES, "rule"),
         "drafting",
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
@@ -171,7 +156,7 @@ class Settings:
     )
     engine: str = _setting(
         "auto",
-        choice(bounds.ENGINES, "engine"),
+        types.choice(bounds.ENGINES, "engine"),
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
@@ -188,7 +173,7 @@ class Settings:
     )
     threads: int = _setting(
         0,
-        number_or(number(bounds.THREADS), "auto", value=0),
+        types.number_or(types.number(bounds.THREADS), "auto", value=0),
         "decoding",
         "number of CPU threads",
         text="At most the number of cores.",
@@ -199,14 +184,14 @@ class Settings:
     )
     cache: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "decoding",
         "keep keys and values between rounds",
         text="off computes all tokens again in every round: the text is the same, but every strategy is slow.",
     )
     chat: bool | None = _setting(
         None,
-        choice({"on": True, "off": False, "auto": None}, "value"),
+        types.choice({"on": True, "off": False, "auto": None}, "value"),
         "prompts",
         "put prompts into the chat template",
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
@@ -214,7 +199,7 @@ class Settings:
     )
     system: str | None = _setting(
         None,
-        SYSTEM_PROMPT,
+        types.SYSTEM_PROMPT,
         "prompts",
         "system prompt of the chat template",
         example=("Answer in one sentence.",),
@@ -223,7 +208,7 @@ class Settings:
     )
     request: str = _setting(
         "",
-        REQUEST,
+        types.REQUEST,
         "prompts",
         "tools, keywords of the chat template",
         text="What goes with every prompt to the chat template and to servers, as in requests to vLLM: tools, "
@@ -235,7 +220,7 @@ class Settings:
     )
     turns: bool = _setting(
         False,
-        ON_OFF,
+        types.ON_OFF,
         "prompts",
         "continue the conversation",
         text="Every strategy continues its own answers; a turn that was interrupted or failed is not kept.",
@@ -244,19 +229,19 @@ class Settings:
     )
     special: bool = _setting(
         False,
-        ON_OFF,
+        types.ON_OFF,
         "prompts",
         "read names of special tokens in prompts",
         text="on: names such as <|im_end|> in a prompt become the special tokens that they name, not text.",
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
-    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
-    ngram_limit: int = _setting(1_000_000, number(bounds.NGRAM_LIMIT))
-    top_k_filler: int = _setting(3, number(bounds.FILLER_TOP_K))
-    reset_in_between: bool = _setting(True, ON_OFF)
+    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), types.STORAGE)
+    ngram_limit: int = _setting(1_000_000, types.number(bounds.NGRAM_LIMIT))
+    top_k_filler: int = _setting(3, types.number(bounds.FILLER_TOP_K))
+    reset_in_between: bool = _setting(True, types.ON_OFF)
     debug: str = _setting(
         "off",
-        choice(("on", "off", "full"), "level"),
+        types.choice(("on", "off", "full"), "level"),
         "results",
         "show every round while it runs",
         text="A line for each round has its drafts (+ accepted, - rejected), the target's token (= correction, * "
@@ -347,7 +332,7 @@ def setting_fields() -> Mapping[str, Setting]:
 SAMPLING_PARTS = (
     Setting(
         "temperature",
-        number(bounds.TEMPERATURE, usage="T"),
+        types.number(bounds.TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
         lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
@@ -358,7 +343,7 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_k",
-        number_or(number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
+        types.number_or(types.number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
         lambda settings: settings.processor.top_k,
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_k=value)),
         group="decoding",
@@ -369,7 +354,7 @@ SAMPLING_PARTS = (
     ),
     Setting(
         "top_p",
-        number_or(number(bounds.TOP_P, usage="P"), "off", same=1),
+        types.number_or(types.number(bounds.TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
@@ -383,13 +368,13 @@ NGRAM_PARTS = (
     replace(
         setting_fields()["ngram_storage"],
         name="ngram kind",
-        value_type=replace(STORAGE, show=attrgetter("kind")),
+        value_type=replace(types.STORAGE, show=attrgetter("kind")),
         summary="orders of the stored n-grams",
         forms={"basic": "all orders from 2 to the order", "onelevel": "one order only"},
     ),
     Setting(
         "ngram order",
-        number(bounds.NGRAM_ORDER),
+        types.number(bounds.NGRAM_ORDER),
         lambda settings: settings.ngram_storage.order,
         lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
         summary="order of the n-grams, 2 to 16",
@@ -406,7 +391,7 @@ NGRAM_PARTS = (
     ),
     Setting(
         "ngram keep",
-        ON_OFF,
+        types.ON_OFF,
         lambda settings: not settings.reset_in_between,
         lambda settings, value: replace(settings, reset_in_between=not value),
         summary="keep the n-grams from prompt to prompt",
