@@ -42,7 +42,7 @@ KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 
 
 def setting_command(row: Setting) -> registry.Command:
-    usage = row.value_type.usage
+    usage, width = row.value_type.usage, max(map(len, row.forms), default=0)
     return registry.Command(
         row.name,
         usage if len(row.name + usage) <= MAX_TYPED else "NAME",
@@ -52,7 +52,7 @@ def setting_command(row: Setting) -> registry.Command:
         rank=row.rank,
         about=row.text,
         example=_example(row),
-        syntax=tuple(_syntax(row)),
+        syntax=tuple(f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items()),
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
         free_text=row.name == "system",
@@ -64,14 +64,6 @@ def _example(row: Setting) -> tuple[str, ...]:
     others = (word for word in row.value_type.words if word != row.value_type.show(row.default))
     value, *shown = row.example or (next(others),)
     return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
-
-
-def _syntax(row: Setting) -> Iterator[str]:
-    """A line for each form of the argument that the row describes."""
-    width = max(map(len, row.forms), default=0)
-    yield from (f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items())
-    if row.forms and row.value_type.is_switch:
-        yield f"/{row.name:{width + len(row.name) + 1}}    switch between on and off"
 
 
 def set_or_show(row: Setting, argument: str, context: registry.CommandContext) -> registry.Outcome:
