@@ -55,7 +55,6 @@ def setting_command(row: Setting) -> registry.Command:
         syntax=tuple(f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items()),
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
-        free_text=row.name == "system",
     )
 
 

@@ -111,7 +111,7 @@ def test_toggles_switch_and_accept_on_and_off(name: str, session: ReplSession) -
         ("/gamma=7", "gamma", 7),
         ("/Gamma = 7", "gamma", 7),
         ("/gamma AUTO", "gamma", None),
-        ("/system = brief =", "system", "= brief ="),
+        ("/system = brief =", "system", "brief ="),
         ("/system=brief", "system", "brief"),
         ("/debug yes", "debug", "on"),
         ("/debug FULL", "debug", "full"),
