@@ -24,7 +24,7 @@ from utils.config.settings import (
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
-from utils.errors import UserError, check_choice
+from utils.errors import UserError, check_choice, naming
 from utils.files import read_text, write_file
 from utils.text import byte_size, count_of, escaped, unescaped
 
@@ -173,10 +173,8 @@ def _ngram(argument: str, context: registry.CommandContext) -> registry.Outcome:
     if word not in NGRAM_FORMS:
         check_choice(argument.split()[0], ("on", "off", *NGRAM_FORMS), "the word")
         raise UserError(f"'{word}' takes nothing after it, but got '{rest}'.")
-    try:
+    with naming(word):
         return NGRAM_FORMS[word][0](rest, context)
-    except UserError as error:
-        raise UserError(f"{word}: {error}") from error
 
 
 def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:

@@ -15,7 +15,7 @@ from utils import bounds
 from utils.bounds import WholeRange
 from utils.config import value_types as types
 from utils.config.value_types import Limits, ProcessorSpec, StorageSpec, ValueType
-from utils.errors import UserError, check_choice
+from utils.errors import UserError, check_choice, naming
 from utils.metrics.costs import Costs
 from utils.pairs.request import CHAIN
 from utils.text import encodable
@@ -433,12 +433,10 @@ def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -
     """New settings with typed values by name. Raises UserError for an unknown name or an invalid value."""
     for name, text in values.items():
         setting = known_settings()[check_choice(name, tuple(known_settings()), "setting")]
-        try:
+        with naming(f"settings.{name}"):
             if not text:  # an empty text would toggle the setting
                 raise UserError("it is empty: write a value, or leave the entry out.")
             settings = setting.change(settings, text, limits)
-        except UserError as error:
-            raise UserError(f"settings.{name}: {error}") from error
     return settings
 
 

@@ -18,7 +18,7 @@ from utils.comparison.records import Report
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.models.sources import parse_path
 from utils.pairs.pair import Pair
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
@@ -179,10 +179,8 @@ class Registry:
         command = self.find(name)
         if argument and not command.usage:
             raise UserError(f"/{command.name} takes no argument, but got '{argument}'.")
-        try:
+        with naming(f"/{command.name}"):
             return command.run(argument, context)
-        except UserError as error:
-            raise UserError(f"/{command.name}: {error}") from error
 
     def is_at_once(self, line: str) -> bool:
         """Whether a line that begins with a slash can run while another thread uses the models."""
