@@ -5,7 +5,7 @@ of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.metrics.results import Comparison
 from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -93,10 +93,8 @@ class RaceItem:
         runs: list[Run] = []
         history = self.history
         for text in (self.prompt.text, *self.prompt.later) if self.settings.uses_chat else (self.prompt.text,):
-            try:
+            with naming(f"Turn {len(runs) + 1}") if runs else nullcontext():
                 runs.append(complete(arm.run(text, self.settings, history)))
-            except UserError as error:
-                raise UserError(f"Turn {len(runs) + 1}: {error}") if runs else error from error
             history = (*history, Turn(text, runs[-1].text))
         return tuple(runs)
 
