@@ -37,7 +37,7 @@ from utils.comparison.records import RecordFile, read_records
 from utils.config.settings import Settings, apply_typed, flag_settings
 from utils.config.value_types import Limits
 from utils.engine.stored_results import ResultFile
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import Prompt, read_prompts
@@ -54,10 +54,8 @@ RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
 def first_settings(arguments: argparse.Namespace, limits: Limits) -> Settings:
     """The settings of the config file and of the flags. Raises UserError for an unknown name or an invalid value."""
     flags = {row.name: value for row in flag_settings() if (value := getattr(arguments, row.name)) is not None}
-    try:
+    with naming(f"The config file {arguments.config.file}"):
         return replace(apply_typed(Settings(), arguments.config.settings, limits), **flags)
-    except UserError as error:
-        raise UserError(f"The config file {arguments.config.file}: {error}") from error
 
 
 def start_session(
@@ -92,11 +90,10 @@ def serve(session: ReplSession, lines: Iterable[str], prompts: Iterable[Prompt],
         if verdict is Verdict.QUIT:
             break
         if verdict is Verdict.INTERRUPTED and not interactive:
-            return 130
+            return verdict
         ended.add(verdict)
-    if interactive or not ended & {Verdict.FAILED, Verdict.UNDECIDED}:
-        return 0
-    return 1 if Verdict.FAILED in ended else 3
+    worst = (one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended and not interactive)
+    return next(worst, Verdict.DONE)
 
 
 def lines_for(

@@ -151,7 +151,7 @@ def open_session(
 def with_costs_of(session: ReplSession) -> ReplSession:
     """A session whose costs are measured, as they are behind the first prompt."""
     if session.harness.has_pair:
-        session._loaded.settings.measure_costs(lambda: False)
+        session._loaded.measure_costs(lambda: False)
     return session
 
 

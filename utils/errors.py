@@ -4,6 +4,8 @@ The message is one complete sentence: what was wrong, what is allowed, and the n
 it and continues. Callers of the library can catch it as a ValueError.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -13,6 +15,15 @@ class UserError(ValueError):
 
 class ContextOverflow(UserError):
     """A prompt that does not fit into a model's context."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let messages of user errors in the block begin with what they are about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def check_choice(name: str, choices: tuple[str, ...], what: str) -> str:

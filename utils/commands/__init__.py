@@ -9,7 +9,7 @@ from utils.commands.learn import LEARN
 from utils.commands.pairs import PAIR_COMMANDS
 from utils.commands.race import RACE, SWEEP
 from utils.commands.server import SERVER
-from utils.commands.setting_commands import NGRAM_COMMANDS, SESSION_COMMANDS, TURNS, setting_commands
+from utils.commands.setting_commands import SESSION_COMMANDS, SETTING_COMMANDS
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Registry
 from utils.commands.texts import EXPORT, TEXTS
 from utils.commands.verdict import VERDICT
@@ -22,6 +22,5 @@ def default_registry() -> Registry:
     """All commands. /help sorts them by group and rank, and keeps this order among equals."""
     experiments = (VERDICT, RACE, WHY, WHATIF, LADDER, SWEEP, REPLAY, GATE, AUDIT, LOSSLESS)
     results = (TEXTS, EXPLAIN, EXPORT, COMPARE)
-    settings = (*setting_commands(), *NGRAM_COMMANDS, TURNS)
-    commands = (*experiments, *settings, *PAIR_COMMANDS, LEARN, SERVER, *results, *SESSION_COMMANDS)
+    commands = (*experiments, *SETTING_COMMANDS.values(), *PAIR_COMMANDS, LEARN, SERVER, *results, *SESSION_COMMANDS)
     return Registry([help_command(commands), *commands])

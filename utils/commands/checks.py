@@ -69,7 +69,6 @@ DRAW_TABLE = ResultTable(
     figure("draws", "draws", drop=2),
     figure("matches", "matches"),
     figure("cells", "cells", drop=1),
-    figure("chi-square", "statistic", "{:.1f}"),
     figure("p-value", "p_value", "{:.2g}"),
     figure("verdict", "verdict"),
 )
@@ -94,8 +93,6 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
 
 @dataclass(slots=True)
 class _Audit:
-    """The trials of one audit."""
-
     harness: Harness
     job: Job
     trials: int
@@ -245,17 +242,14 @@ def _promise(row: Row, pair: Pair) -> str:
 class Fit(NamedTuple):
     """Pearson's chi-square test of counted draws against a distribution, with small cells merged.
 
-    `matches` counts the draws of tokens with a probability above 0, and `support` these tokens. `statistic`, `freedom`
-    and `p_value` are None with fewer than two cells. `p_value` is the probability that draws from the distribution
-    itself deviate at least this much.
+    `matches` counts the draws of tokens with a probability above 0, and `support` these tokens. `p_value` is the
+    probability that draws from the distribution itself deviate at least this much; None with fewer than two cells.
     """
 
     draws: int
     matches: int
     support: int
     cells: int
-    statistic: float | None = None
-    freedom: int | None = None
     p_value: float | None = None
 
 
@@ -348,8 +342,7 @@ def fit(counts: Mapping[int, int], probs: Tensor) -> Fit:
     if len(cells) < 2:
         return result
     statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
-    freedom = len(cells) - 1
-    return result._replace(statistic=statistic, freedom=freedom, p_value=chi_square_tail(statistic, freedom))
+    return result._replace(p_value=chi_square_tail(statistic, len(cells) - 1))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
@@ -376,8 +369,7 @@ AUDIT = Command(
     "what is deterministic here",
     _audit,
     group="checks",
-    about=f"Check with N trials of texts and logits (default {TRIALS}) what is deterministic here, and which texts are "
-    "guaranteed to be equal.",
+    about=f"And which texts are guaranteed to be equal. N is the number of trials (default {TRIALS}).",
     example=("> /audit 10", "Deterministic here: float32, cpu"),
 )
 LOSSLESS = Command(
@@ -386,7 +378,6 @@ LOSSLESS = Command(
     "test samples against the distribution",
     _lossless,
     group="checks",
-    about=f"Draw N first tokens (default {DRAWS}) of the last prompt with every strategy, and test them against the "
-    "distribution of the target.",
+    about=f"Every strategy draws N first tokens of the last prompt (default {DRAWS}), as the target should.",
     example=("> /lossless 200", "speculative   p-value 0.41"),
 )

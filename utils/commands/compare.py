@@ -21,7 +21,7 @@ from utils.metrics.results import difference_text, first_difference
 from utils.text import count_of, split_words
 
 EXAMPLE = "/compare a.jsonl b.jsonl"
-SHOWN_PROMPT, SHOWN_LINES, MAX_ROWS = 24, 20, 60
+SHOWN_PROMPT, SHOWN_LINES = 24, 20
 AT_OTHER_TIMES = "A and B were recorded at different times: other load on the machines is part of the difference."
 SAME = "Versions, models, engine, machine and settings are the same in A and B."
 NOT_COMPARED = "Not compared:"
@@ -96,21 +96,15 @@ class _Comparison:
     matches: list[records.RunMatch] = field(default_factory=list)
 
     def add(self, found: records.RunMatch) -> records.Finding:
-        """The row of a further match. Rows beyond the first MAX_ROWS are only recorded."""
         self.matches.append(found)
-        row = match_figures(found)
-        return TABLE.finding(row) if len(self.matches) <= MAX_ROWS else records.Finding((), row)
+        return TABLE.finding(match_figures(found))
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
         lines = [line for name, own in grouped(rows, "strategy").items() for line in _verdict(name, own)]
-        if (hidden := len(rows) - MAX_ROWS) > 0:
-            lines.append(f"{hidden} more rows are not shown, but they count, and /export FILE.json has them.")
         others = (f"{count_of(count, 'record')} of {name}." for name, count in self.others.items())
         if left := [*self.left_out, *others]:
             more = [f"and {len(left) - SHOWN_LINES} more."] if len(left) > SHOWN_LINES else []
             lines += [NOT_COMPARED, *left[:SHOWN_LINES], *more]
-        if not self.matches:
-            return lines
         if found := records.differences(self.matches):
             return [*lines, AT_OTHER_TIMES, DIFFERENT, *found]
         changed = any(row["same_text"] is False for row in rows)
@@ -196,8 +190,7 @@ COMPARE = Command(
     "two files of --json, prompt by prompt",
     _compare,
     group="results",
-    about="Compare the runs in two files of --json: of two machines, drafters, versions or settings. Runs of the same "
-    "prompt and strategy are compared; what has no counterpart is named. Nothing is run.",
+    about="They may be of two machines, drafters, versions or settings. Nothing is run.",
     example=(
         "> /compare a.jsonl b.jsonl",
         "speculative: B is faster than A: B / A is 1.23 (95 % interval 1.10 to",
@@ -211,8 +204,7 @@ REPLAY = Command(
     "run the records of a file again",
     _replay,
     group="checks",
-    about="Run every generation of a --json file again with its own settings, compare text, acceptance and speed, and "
-    "name every difference in versions, models, engine and settings.",
+    about="Every generation of a --json file keeps its settings. Differences in versions, models and engine are named.",
     example=("> /replay runs.jsonl", "3 of 3 texts are the same"),
     files=("",),
 )

@@ -4,15 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from utils.commands.shared.registry import (
-    ALIASES,
-    GROUPS,
-    Command,
-    CommandContext,
-    CommandError,
-    Outcome,
-    ShowRows,
-)
+from utils.commands.shared.registry import ALIASES, GROUPS, Command, CommandContext, Outcome, ShowRows
 from utils.errors import UserError, check_choice
 
 # The definitions of figures, with their units.
@@ -77,7 +69,6 @@ EXPLAIN = Command(
     _explain,
     group="results",
     rank=2,
-    about="The definitions of all figures on the screen, or of one.",
     example=("> /explain acceptance", "acceptance    accepted drafts / drafts; ..."),
     words=FIGURES,
 )
@@ -104,7 +95,7 @@ def _help(argument: str, context: CommandContext) -> Outcome:
         with suppress(UserError):
             return _explain(name, context)
         if " " not in name:
-            raise CommandError(f"{name} is not a figure. {error}") from error
+            raise UserError(f"it is not a figure. {error}") from error
         command = context.registry.find(name.split()[0])  # such as "gamma auto"
     alias = [("alias", f"/{name} stands for /{ALIASES[name]}")] if name in ALIASES else []
     return [ShowRows([*alias, *_page(command, context)])]
@@ -122,7 +113,8 @@ def _listed(commands: Iterable[Command]) -> list[tuple[str, ...]]:
 
 def _page(command: Command, context: CommandContext) -> Iterator[tuple[str, str]]:
     yield "syntax", "\n".join(command.syntax or (command.typed,))
-    yield "about", command.about
+    end = "" if command.summary.endswith("?") else "."
+    yield "about", f"{command.summary[0].upper()}{command.summary[1:]}{end} {command.about}".rstrip()
     if current := command.current(context.settings):
         yield "now", current
     yield "example", "\n".join(command.example)
@@ -132,11 +124,10 @@ def help_command(commands: Iterable[Command]) -> Command:
     return Command(
         "help",
         "[NAME]",
-        "this list",
+        "the most important commands, or a page",
         _help,
         group="session",
         rank=1,
-        about="The most important commands, all commands, or one page about a command or a figure on the screen.",
         example=("> /help acceptance", "acceptance   accepted drafts / drafts, ..."),
         syntax=("/help", f"/help {EVERYTHING}", "/help NAME    a command or a figure"),
         words={EVERYTHING: "all commands", **{command.name: command.summary for command in commands}},

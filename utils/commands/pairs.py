@@ -1,6 +1,6 @@
 """/load and /pair: load other models within the session, and check whether two models fit together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf
@@ -21,13 +21,9 @@ from utils.models.feature_drafter import FeatureDrafter
 from utils.pairs import doctor
 from utils.pairs.request import PAIRS, PUBLISHED, PairRequest, parse_request
 
-LIST, DOCTOR = "list", "doctor"
-LIST_MEANING = "the pairs that can be loaded by name"
-DOCTOR_MEANING = "whether a drafter is read rightly, and on which texts its drafts fail"
 NOT_TRIED = "not tried: no hub connection where this was built; their formats were checked on random weights."
 CAUSE_TOKENS, LONG_TOKENS = 24, 512  # new tokens of each text, and tokens of a long prompt
 LEAST = "Expected is at least 0.15 for the first draft, half of the draft before it, and half of that in greedy texts."
-NO_DRAFTS = "The drafter made no drafts on any text."
 CORRECTED = "The correction holds from now on, and at later starts; results so far were those of the old reading."
 
 
@@ -41,12 +37,8 @@ def _load(argument: str, context: CommandContext) -> Outcome:
 
 
 def _pair(argument: str, context: CommandContext) -> Outcome:
-    if argument.lower() == LIST:
-        return _known(context)
-    if argument.lower() == DOCTOR:
-        return _doctor(context)
     if argument:
-        check_choice(argument.lower(), (LIST, DOCTOR), "word")
+        return PAIR_FORMS[check_choice(argument.lower(), tuple(PAIR_FORMS), "word")][0](context)
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
     return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
@@ -63,14 +55,9 @@ def _doctor(context: CommandContext) -> Outcome:
     last = CAUSES.report("drafter doctor", *subject, local.events(), conclude=local.conclusion, title=title)
     if not isinstance(drafter, FeatureDrafter):
         return [last]
-    done: list[doctor.Examination] = []
-
-    def conclusion(_: Sequence[Row]) -> list[str]:
-        # Empty if it was interrupted.
-        return [line for found in done for line in (found.conclusion(), *([CORRECTED] if found.better else []))]
-
-    events = _examined(harness, settings, drafter, done)
-    return [TABLE.report("doctor", *subject, events, conclude=conclusion, title=title), last]
+    lines: list[str] = []  # empty if it is interrupted
+    events = _examined(harness, settings, drafter, lines)
+    return [TABLE.report("doctor", *subject, events, conclude=lambda rows: lines, title=title), last]
 
 
 @dataclass(slots=True)
@@ -100,6 +87,8 @@ class LocalCauses:
                 measured.append(self._counts(kind, text, settings) if self._fits(text) else ())
             self.probes.append(causes.Probe(kind, measured, self._expected(kind, measured)))
         self.found = causes.contrasts(self.probes)
+        if not self.found:
+            raise UserError("the drafter made no drafts on any text.")
         yield from (CAUSES.finding(row_of(one)) for one in self.found)
 
     def _fits(self, text: str) -> bool:
@@ -128,18 +117,16 @@ class LocalCauses:
         return [[(rates[place] / 2 * count, count) for place, (_, count) in enumerate(one)] for one in measured]
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
-        if not self.found:
-            return [] if not self.probes else [NO_DRAFTS]
         cause, shown = causes.diagnose(self.probes, self.found)
         if cause is causes.DraftCause.UNCLEAR or shown is None:
             return [unclear(shown, len(self.probes[0].measured)), checked(self.found)]
         return [sentence(cause, shown), LEAST, checked(self.found)]
 
 
-def _examined(
-    harness: Harness, settings: Settings, drafter: FeatureDrafter, done: list[doctor.Examination]
-) -> Iterator[ReportEvent]:
-    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better."""
+def _examined(harness: Harness, settings: Settings, drafter: FeatureDrafter, lines: list[str]) -> Iterator[ReportEvent]:
+    """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better. What was
+    found is added to `lines`.
+    """
     pair, prompt = harness.pair, harness.prompt_ids(doctor.OWN_PROMPT, settings)
     yield Progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
     text = doctor.own_text(pair.target, prompt, doctor.TEXT_TOKENS, pair.engine.report)
@@ -147,9 +134,10 @@ def _examined(
     if not doctor.other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
+    lines.append(found.conclusion())
     if found.better is not None:
         doctor.use(pair, found.used.conventions)
-    done.append(found)
+        lines.append(CORRECTED)
     for reading in found.readings:
         yield TABLE.finding(_figures(reading, found))
 
@@ -178,16 +166,17 @@ def _figures(reading: doctor.Reading, found: doctor.Examination) -> dict[str, ob
 
 
 def _known(context: CommandContext) -> Outcome:
-    loaded = context.harness.pair.request if context.harness.has_pair else PairRequest("", None)
     rows = []
     for name, pair in context.pairs.items():
-        is_loaded = (pair.target, pair.drafter) == (loaded.target, loaded.drafter)
-        state = "loaded" if is_loaded else "not tried" if name in PUBLISHED else ""
-        drafter = pair.drafter or "the first layers of the target"
+        state, drafter = "not tried" * (name in PUBLISHED), pair.drafter or "the first layers of the target"
         rows.append((name, state, f"{pair.target} + {drafter}: {pair.summary}"))
     return [ShowRows(rows), Reply(NOT_TRIED)]
 
 
+PAIR_FORMS: dict[str, tuple[Callable[[CommandContext], Outcome], str]] = {
+    "list": (_known, "the pairs that can be loaded by name"),
+    "doctor": (_doctor, "whether a drafter is read rightly, and on which texts its drafts fail"),
+}
 PAIR_COMMANDS = (
     Command(
         "load",
@@ -196,22 +185,21 @@ PAIR_COMMANDS = (
         _load,
         group="models",
         rank=1,
-        about="Load other models: a pair by name, or a target and a drafter. What is not named stays the same, but a "
-        "new target drops the old drafter. If loading fails, the old pair stays.",
+        about="What is not named stays the same, but a new target drops the old drafter. If loading fails, the old "
+        "pair stays.",
         example=("> /load target=Qwen/Qwen3-4B drafter=Qwen/Qwen3-0.6B", "target Qwen3-4B, drafter Qwen3-0.6B"),
         syntax=("/load PAIR    one of /pair list", "/load target=... drafter=... quantize=... device=... dtype=..."),
         words={name: pair.summary for name, pair in PAIRS.items()},
     ),
     Command(
         "pair",
-        f"[{LIST}|{DOCTOR}]",
+        f"[{'|'.join(PAIR_FORMS)}]",
         "whether the two models fit together",
         _pair,
         group="models",
-        about="Whether the two loaded models fit together, why, and what to change: vocabularies, sizes, context "
-        "lengths and caches.",
+        about="Why, and what to change: vocabularies, sizes, context lengths and caches.",
         example=("> /pair", "verdict   fine"),
-        syntax=("/pair", f"/pair {LIST}    {LIST_MEANING}", f"/pair {DOCTOR}    {DOCTOR_MEANING}"),
-        words={LIST: LIST_MEANING, DOCTOR: DOCTOR_MEANING},
+        syntax=("/pair", *(f"/pair {word}    {meaning}" for word, (_, meaning) in PAIR_FORMS.items())),
+        words={word: meaning for word, (_, meaning) in PAIR_FORMS.items()},
     ),
 )

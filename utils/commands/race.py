@@ -12,15 +12,15 @@ from typing import Any
 from utils.bounds import WholeRange
 from utils.commands.experiments import races
 from utils.commands.shared.registry import Command, CommandContext, Outcome, path_in
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.errors import UserError, check_choice
-from utils.metrics.results import difference_text, first_difference
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
+from utils.servers.address import parse_numbers
 from utils.text import count_of
 
 MAX_REPEATS = 1000
@@ -29,18 +29,14 @@ ON_SERVERS = "server_race"  # the record of a race of servers
 
 
 def _race(argument: str, context: CommandContext) -> Outcome:
-    # A first word that begins like a number must be a valid number. The limit may come before or after the file.
-    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(?:limit=(\S*)\s*)?(.*?)(?:(?<!\S)limit=(\S*))?", argument, re.DOTALL)
+    # A first word that begins like a number must be a valid number.
+    match = re.fullmatch(r"([-+.]?\d\S*)?\s*(.*?)(?:(?<!\S)limit=(\S*))?", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
-    number, first, file, last = match.groups()
+    number, file, limit = match.groups()
     repeats = WholeRange(1, MAX_REPEATS).parse(number) if number else None
-    limit = last if first is None else first
     if not file.strip() and limit is None:
         return list(_last_reports(repeats or races.REPEATS, context))
-    try:
-        most = None if limit is None else WholeRange(1).parse(limit)
-    except UserError as error:
-        raise UserError(f"limit: {error}") from error
+    most = parse_numbers({} if limit is None else {"limit": limit}, {"limit": (None, WholeRange(1))})["limit"]
     return list(_file_reports(file.strip(), repeats or 1, most, context))
 
 
@@ -106,9 +102,8 @@ RACE = Command(
     _race,
     group="does it help?",
     rank=2,
-    about=f"Run the last prompt N times (default {races.REPEATS}) with every strategy that is on, in turns, and say "
-    "whether the differences in speed are larger than the noise. With a FILE, run each of its prompts N times (default "
-    "1) and report by task. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
+    about=f"Every strategy that is on runs the last prompt N times (default {races.REPEATS}), or each prompt of a FILE "
+    "(default 1), in turns. A file has one prompt per line, or JSON lines, such as those of Spec-Bench.",
     example=("> /race 5", "speculative is faster: 1.52x target-only (95 % interval 1.41 to 1.63)."),
     syntax=(
         "/race N               the last prompt, N times",
@@ -119,10 +114,9 @@ RACE = Command(
 )
 
 
-MAX_SWEPT = 100  # repeats
 SETTINGS = ("gamma", "drafter_kind", "length", "processor", "seed", "verify", "cache")
 # Parts of settings by their last words: temperature, top_k, top_p, order, ...
-PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS) if not part.is_switch}
+PARTS = {part.name.removeprefix("ngram "): part for part in (*SAMPLING_PARTS, *NGRAM_PARTS)}
 EXAMPLES = "/sweep gamma 0 2 4, /sweep temperature 0.5 1 x9 (nine repeats), or /sweep processor greedy, nucleus 0.8 0.9"
 ALL_NOISE = "Drafts saved nothing with any value (1.00 tokens per target forward): differences in speed are noise."
 OTHER_TEXTS = (
@@ -144,20 +138,15 @@ def sweep_table(setting: str) -> ResultTable:
         ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]), 2),
         figure("acceptance", "acceptance_rate", "{:.3f}", drop=3),
         figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=4),
-        ResultColumn("text", _swept_text),
+        races.SAME_TEXT,
     )
-
-
-def _swept_text(row: Row) -> str:
-    compared = row["lossless"] and row["same_as_target"] is not None
-    return difference_text(row["first_difference"]) if compared else NOTHING
 
 
 def _sweep(argument: str, context: CommandContext) -> Outcome:
     name, _, text = argument.partition(" ")
     # The end may be xN, a number of repeats.
     text, count = re.fullmatch(r"(.*?)(?:[\s,]*\bx(\S+))?\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
-    repeats = WholeRange(1, MAX_SWEPT).parse(count) if count else races.REPEATS
+    repeats = WholeRange(1, MAX_REPEATS).parse(count) if count else races.REPEATS
     # Values with blanks, such as `nucleus 0.8 0.9`, need commas; others may use blanks.
     words = [value.strip() for value in (text.split(",") if "," in text else text.split()) if value.strip()]
     if not words:
@@ -195,20 +184,12 @@ def _swept_events(race: races.ArmRace) -> Iterator[ReportEvent]:
 
 
 def _swept_rows(race: races.ArmRace) -> Iterator[dict[str, Any]]:
-    texts: dict[tuple[int, ...], int] = {}  # the number of each different text
+    texts: dict[str, int] = {}  # the number of each different text
     for item in race.items:
         for arm in item.arms:
-            group = [result for result in race.results if result.item is item and result.arm is arm]
-            if not group:
-                continue
-            tokens, same = group[0].ours[0].tokens or (), [one.same for one in group]
-            theirs = group[0].theirs[0].tokens if group[0].theirs else None
-            yield races.race_row(item.group, group) | {
-                "setting": item.group,
-                "text_number": texts.setdefault(tokens, len(texts)),
-                "same_as_target": None if None in same else all(same),
-                "first_difference": None if theirs is None else first_difference(tokens, theirs),
-            }
+            if group := [result for result in race.results if result.item is item and result.arm is arm]:
+                number = texts.setdefault(group[0].ours[0].text, len(texts))
+                yield races.race_row(item.group, group) | {"setting": item.group, "text_number": number}
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
@@ -222,20 +203,22 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     if not gaining:
         return [ALL_NOISE if drafting else races.NO_RIVAL]
     best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
-    name, claim = _labelled(best), "" if best["speedup"] is None else f": {claims.claim_text(best)}"
+    if best["speedup"] is None:
+        return [races.NO_TARGET]
+    name, claim = _labelled(best), claims.claim_text(best)
     if len(best["tokens_per_second"]) < claims.MIN_VALUES:
-        about = claim and f", about {best['speedup']:.1f}x target-only"
-        return [f"Too few repeats to tell. The highest speed is that of {name}{about}.", MORE_REPEATS]
-    if claim and best["verdict"] != claims.FASTER:
-        return [f"No value is measurably faster than target-only. The highest is {name}{claim}."]
+        about = f"{name}, about {best['speedup']:.1f}x target-only"
+        return [f"Too few repeats to tell. The highest speed is that of {about}.", MORE_REPEATS]
+    if best["verdict"] != claims.FASTER:
+        return [f"No value is measurably faster than target-only. The highest is {name}: {claim}."]
     others = [row for row in gaining if row is not best]
     near = [_labelled(row) for row in others if _claim(best, row) != claims.FASTER]
-    sentence = f"{name} is {'the fastest' if others else 'faster'}{claim}."
+    sentence = f"{name} is {'the fastest' if others else 'faster'}: {claim}."
     if near:
-        sentence = f"The highest speed is that of {name}{claim}. Not distinguishable from it: {', '.join(near)}."
+        sentence = f"The highest speed is that of {name}: {claim}. Not distinguishable from it: {', '.join(near)}."
     setting, _, value = best["setting"].partition(" ")
     command = PARTS[setting].name if setting in PARTS else setting
-    return [sentence, *([f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."] if claim else [])]
+    return [sentence, f"Next: /{command} {value} keeps this value{AGAIN if others else ''}."]
 
 
 def _claim(best: Row, other: Row) -> str:
@@ -254,8 +237,8 @@ SWEEP = Command(
     "one setting over several values",
     _sweep,
     group="checks",
-    about=f"Run the last prompt N times (default {races.REPEATS}) with each value of a setting, in turns. Commas "
-    "separate values of several words.",
+    about=f"Each runs the last prompt N times (default {races.REPEATS}), in turns. Commas separate values of several "
+    "words.",
     example=("> /sweep gamma 2 4 8", "gamma 4   1.52x target-only"),
     syntax=(
         "/sweep NAME VALUE VALUE ... [xN]",

@@ -24,11 +24,10 @@ from utils.config.settings import (
 from utils.config.value_types import SWITCH_WORDS, StorageSpec
 from utils.engine import Engine
 from utils.engine.engine_choice import COMPARED_WIDTHS, EngineFigures, expected_speed
-from utils.errors import UserError, check_choice
+from utils.errors import UserError, check_choice, naming
 from utils.files import read_text, write_file
 from utils.text import byte_size, count_of, escaped, unescaped
 
-OWN_COMMANDS = ("ngram", "turns")  # they have subcommands
 MAX_TYPED = 20  # characters of a command and its argument in a list of /help; the page has all words
 RETEST = "test"  # of /engine
 NO_EFFECT = "   (no effect while /chat is off)"
@@ -42,15 +41,8 @@ LEGEND = (
 KEPT = "{} is used although {} is {:.0%} faster, because its bits are equal."
 
 
-def setting_commands() -> Iterator[registry.Command]:
-    """A command for every setting without subcommands."""
-    for row in (*setting_fields().values(), *SAMPLING_PARTS):
-        if row.group and row.name not in OWN_COMMANDS:
-            yield setting_command(row)
-
-
 def setting_command(row: Setting) -> registry.Command:
-    usage = row.value_type.usage
+    usage, width = row.value_type.usage, max(map(len, row.forms), default=0)
     return registry.Command(
         row.name,
         usage if len(row.name + usage) <= MAX_TYPED else "NAME",
@@ -60,25 +52,17 @@ def setting_command(row: Setting) -> registry.Command:
         rank=row.rank,
         about=row.text,
         example=_example(row),
-        syntax=tuple(_syntax(row)),
+        syntax=tuple(f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items()),
         current=row.show,
         words={word: row.forms.get(word, "") for word in row.value_type.words},
-        free_text=row.name == "system",
     )
 
 
 def _example(row: Setting) -> tuple[str, ...]:
-    """The typed line and its output, which is the value itself unless the row defines it."""
-    value, *shown = row.example or ("on" if row.default is False else "off",)
+    """The typed line and its output. By default they have the first word that is not the default value."""
+    others = (word for word in row.value_type.words if word != row.value_type.show(row.default))
+    value, *shown = row.example or (next(others),)
     return (f"> /{row.name} {value}", *(shown or [f"{row.name}: {value}"]))
-
-
-def _syntax(row: Setting) -> Iterator[str]:
-    """A line for each form of the argument that the row describes."""
-    width = max(map(len, row.forms), default=0)
-    yield from (f"/{row.name} {form:{width}}    {text}" for form, text in row.forms.items())
-    if row.forms and row.is_switch:
-        yield f"/{row.name:{width + len(row.name) + 1}}    switch between on and off"
 
 
 def set_or_show(row: Setting, argument: str, context: registry.CommandContext) -> registry.Outcome:
@@ -86,7 +70,7 @@ def set_or_show(row: Setting, argument: str, context: registry.CommandContext) -
     before, name = context.settings, row.name
     if name == "engine" and argument.lower() == RETEST:
         return [registry.Action.RETEST_ENGINE]
-    if not argument and not row.is_switch:
+    if not argument and not row.value_type.is_switch:
         return _shown(row, context)
     settings = row.change(before, argument, context.limits)
     # A toggled switch is easily mistaken for one that was only shown.
@@ -184,13 +168,13 @@ def _ngram(argument: str, context: registry.CommandContext) -> registry.Outcome:
     word, rest = match[1].lower(), match[2]
     if argument.lower() in ("", "on", "off", *SWITCH_WORDS):
         return set_or_show(setting_fields()["ngram"], argument, context)
-    if word not in SUB_COMMANDS:
-        check_choice(argument.split()[0], ("on", "off", *SUB_COMMANDS), "the word")
+    if word == "reset":  # the opposite of keep
+        return set_or_show(setting_fields()["reset_in_between"], rest, context)
+    if word not in NGRAM_FORMS:
+        check_choice(argument.split()[0], ("on", "off", *NGRAM_FORMS), "the word")
         raise UserError(f"'{word}' takes nothing after it, but got '{rest}'.")
-    try:
-        return SUB_COMMANDS[word](rest, context)
-    except UserError as error:
-        raise registry.CommandError(f"/ngram {word}: {error}") from error
+    with naming(word):
+        return NGRAM_FORMS[word][0](rest, context)
 
 
 def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:
@@ -198,9 +182,7 @@ def _save_ngrams(argument: str, context: registry.CommandContext) -> registry.Ou
     if not storage:
         raise UserError("the n-gram storage is empty: send a prompt first.")
     save_storage(storage, path, context.harness.pair.target_name, overwrite=overwrite)
-    return [
-        registry.Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
-    ]
+    return [registry.Reply(f"{count_of(len(storage), 'n-gram')} written to {path} ({byte_size(path.stat().st_size)})")]
 
 
 def _load_ngrams(argument: str, context: registry.CommandContext) -> registry.Outcome:
@@ -216,44 +198,34 @@ def _load_ngrams(argument: str, context: registry.CommandContext) -> registry.Ou
     return [registry.ChangeSettings(settings), storage, registry.Reply("; ".join(notes))]
 
 
-SUB_COMMANDS: dict[str, Callable[[str, registry.CommandContext], registry.Outcome]] = {
-    **{part.name.removeprefix("ngram "): partial(set_or_show, part) for part in NGRAM_PARTS},
-    "reset": partial(set_or_show, setting_fields()["reset_in_between"]),  # the opposite of keep
-    "save": _save_ngrams,
-    "load": _load_ngrams,
+# The words after /ngram: what they run, their argument, and their meaning.
+NGRAM_FORMS: dict[str, tuple[Callable[[str, registry.CommandContext], registry.Outcome], str, str]] = {
+    **{
+        part.name.removeprefix("ngram "): (partial(set_or_show, part), part.value_type.usage, part.summary)
+        for part in NGRAM_PARTS
+    },
+    "save": (_save_ngrams, "FILE [overwrite]", "write the storage"),
+    "load": (_load_ngrams, "FILE", "read a storage"),
 }
-
-
-def _words() -> dict[str, str]:
-    words = dict(NGRAM.words)
-    for part in NGRAM_PARTS:
-        word = part.name.removeprefix("ngram ")
-        words |= {word: part.summary} | {f"{word} {value}": text for value, text in part.forms.items()}
-    return words | {"save": "write the storage", "load": "read a storage"}
-
-
-NGRAM = setting_command(setting_fields()["ngram"])
-SYNTAX = (
-    ("[on|off]", "run it, or not"),
-    *((f"{part.name.removeprefix('ngram ')} {part.value_type.usage}", part.summary) for part in NGRAM_PARTS),
-    ("save|load FILE", "write it (FILE overwrite replaces), read it"),
-)
-NGRAM_COMMANDS = (
-    replace(
-        NGRAM,
-        usage="[on|off] ...",
-        run=_ngram,
-        syntax=tuple(f"/ngram {form:22}{meaning}" for form, meaning in SYNTAX),
-        current=lambda settings: ", ".join(
-            f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
-        ),
-        words=_words(),
-        files=("save ", "load "),
+SETTING_COMMANDS = {
+    row.name: setting_command(row) for row in (*setting_fields().values(), *SAMPLING_PARTS) if row.group
+}
+SETTING_COMMANDS["ngram"] = replace(
+    SETTING_COMMANDS["ngram"],
+    usage="[on|off] ...",
+    run=_ngram,
+    syntax=(
+        "/ngram [on|off]              run it, or not",
+        *(f"/ngram {f'{word} {usage}':22}{meaning}" for word, (_, usage, meaning) in NGRAM_FORMS.items()),
     ),
+    current=lambda settings: ", ".join(
+        f"{part.name.removeprefix('ngram ')} {part.show(settings)}" for part in NGRAM_PARTS
+    ),
+    words=SETTING_COMMANDS["ngram"].words | {word: meaning for word, (_, _, meaning) in NGRAM_FORMS.items()},
+    files=("save ", "load "),
 )
 
 
-NO_CONVERSATION = "there is no conversation to forget"
 FORGOTTEN = "{} forgotten; the next prompt begins a new conversation"
 NEW = "new"
 LONGEST_VALUE = 40  # characters in /show
@@ -273,11 +245,8 @@ def _show(argument: str, context: registry.CommandContext) -> registry.Outcome:
 def _turns(argument: str, context: registry.CommandContext) -> registry.Outcome:
     if argument.lower() != NEW:
         return set_or_show(setting_fields()["turns"], argument, context)
-    turns = len(context.harness.state.conversations)
-    if turns:
-        return [registry.Action.FORGET_CONVERSATIONS, registry.Reply(FORGOTTEN.format(count_of(turns, "turn")))]
-    hint = "" if context.settings.turns else " (/turns on keeps one)"
-    return [registry.Reply(NO_CONVERSATION + hint)]
+    turns = count_of(len(context.harness.state.conversations), "turn")
+    return [registry.Action.FORGET_CONVERSATIONS, registry.Reply(FORGOTTEN.format(turns))]
 
 
 def _save(argument: str, context: registry.CommandContext) -> registry.Outcome:
@@ -308,8 +277,12 @@ def _run(argument: str, context: registry.CommandContext) -> registry.Outcome:
     return [registry.ChangeSettings(settings, summary), *again, registry.RunLines(rest)]
 
 
-_SWITCH = setting_command(setting_fields()["turns"])
-TURNS = replace(_SWITCH, run=_turns, usage=f"[on|off|{NEW}]", words=_SWITCH.words | {NEW: "begin a new conversation"})
+SETTING_COMMANDS["turns"] = replace(
+    SETTING_COMMANDS["turns"],
+    run=_turns,
+    usage=f"[on|off|{NEW}]",
+    words=SETTING_COMMANDS["turns"].words | {NEW: "begin a new conversation"},
+)
 SESSION_COMMANDS = (
     registry.Command(
         "undo",
@@ -317,7 +290,7 @@ SESSION_COMMANDS = (
         "revert the last change of a setting",
         lambda argument, context: [registry.Action.UNDO_SETTINGS],
         group="session",
-        about="Revert the last change of a setting, or the drafter of /learn. Repeat it for earlier changes.",
+        about="This includes the drafter of /learn. Repeat it for earlier changes.",
         example=("> /undo", "undone: cache on (was off)"),
     ),
     registry.Command(
@@ -326,7 +299,7 @@ SESSION_COMMANDS = (
         "write all settings to a file",
         _save,
         group="session",
-        about="Write all settings to a file of commands, which /run restores.",
+        about="/run restores them.",
         example=("> /save evening.txt", "settings saved to evening.txt"),
         syntax=("/save FILE", "/save FILE overwrite    replaces a file"),
         files=("",),
@@ -337,7 +310,7 @@ SESSION_COMMANDS = (
         "run a file of commands and prompts",
         _run,
         group="session",
-        about="Run a file of commands and prompts, one per line; # begins a comment.",
+        about="It has one per line; # begins a comment.",
         example=("> /run evening.txt",),
         files=("",),
     ),
@@ -347,7 +320,6 @@ SESSION_COMMANDS = (
         "the loaded models and all settings",
         _show,
         group="session",
-        about="The loaded models, the engine and the value of every setting, as it would be typed.",
         example=("> /show", "gamma   auto"),
     ),
     registry.Command(
@@ -356,7 +328,6 @@ SESSION_COMMANDS = (
         "clear the screen",
         lambda argument, context: [registry.Action.CLEAR_SCREEN],
         group="session",
-        about="Clear the screen, as Ctrl-L does. Nothing else changes.",
         example=("> /clear",),
     ),
     registry.Command(
@@ -366,7 +337,7 @@ SESSION_COMMANDS = (
         lambda argument, context: [registry.Action.QUIT],
         group="session",
         rank=2,
-        about="End the session, as Ctrl-D does. Ctrl-C stops a running prompt or report instead.",
+        about="Ctrl-C stops a running prompt or report instead.",
         example=("> /quit",),
         at_once=True,
     ),

@@ -1,22 +1,20 @@
 """/texts: the last texts, and where and why they differ from the target's."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from csv import DictWriter
 from io import StringIO
 
-from utils.commands.shared.registry import Command, CommandContext, Effect, Outcome, Reply, ShowRows, output_in
+from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, output_in
 from utils.comparison.arms import ComparedRun, divergence_sentence
-from utils.comparison.harness import LastPrompt, SessionState, own_conversations, unlike_target
+from utils.comparison.harness import LastPrompt
 from utils.comparison.records import GENERATION, gathered
 from utils.errors import UserError
 from utils.files import write_file
 from utils.metrics.results import first_difference
 from utils.text import count_of
 
-OWN_CONVERSATIONS = "nothing to compare: the conversations differ from the target's. /turns new begins new ones."
 MARKER = "»"  # precedes the part that differs
-NO_RUNS = "there is nothing to compare: the last prompt needs finished runs of the target and of another strategy."
 
 
 def _texts(argument: str, context: CommandContext) -> Outcome:
@@ -25,8 +23,9 @@ def _texts(argument: str, context: CommandContext) -> Outcome:
         raise UserError("no strategy answered the last prompt: send it again.")
     ordered = sorted(last.compared, key=lambda entry: entry.run.name != context.harness.baseline.name)
     groups = gathered(((one.run.is_local and one.run.tokens) or one.run.text, one) for one in ordered)
-    rows = [_row(last, group) for group in groups.values()]
-    return [ShowRows(rows), *(_causes(last, context.harness.state) if last.is_local else ())]
+    causes, pair = context.harness.state.causes.items(), context.harness.loaded
+    reasons = [(name, divergence_sentence(cause, pair.tokenizer)) for name, cause in causes if pair is not None]
+    return [ShowRows([*(_row(last, group) for group in groups.values()), *reasons])]
 
 
 def _row(last: LastPrompt, group: Sequence[ComparedRun]) -> tuple[str, str]:
@@ -45,23 +44,6 @@ def _row(last: LastPrompt, group: Sequence[ComparedRun]) -> tuple[str, str]:
     return about, run.text if shared is None else run.text[:shared] + MARKER + run.text[shared:]
 
 
-def _causes(last: LastPrompt, state: SessionState) -> Iterator[Effect]:
-    """Why texts of strategies differ from the target's, as it was found after the prompt."""
-    compared = [
-        (strategy.name, comparison.same)
-        for strategy, _, comparison in last.local
-        if strategy.lossless and not strategy.is_baseline
-    ]
-    # None without a finished run of the target, or if the conversation differs from the target's.
-    if all(same is None for _, same in compared):
-        yield Reply(OWN_CONVERSATIONS if own_conversations(last) else NO_RUNS)
-    elif not unlike_target(last):
-        yield Reply(f"{' and '.join(name for name, same in compared if same)}: the same tokens as target-only.")
-    if state.causes:
-        tokenizer = last.job.pair.tokenizer
-        yield ShowRows([(name, divergence_sentence(cause, tokenizer)) for name, cause in state.causes.items()])
-
-
 TEXTS = Command(
     "texts",
     "",
@@ -69,8 +51,8 @@ TEXTS = Command(
     _texts,
     group="results",
     rank=1,
-    about="The last texts, marked where they differ from the text of the target. Below them: the first "
-    "token that differs, its probability, and the cause: sampling or rounding.",
+    about="They are marked where they differ from the text of the target. Below them: the first token that differs, "
+    "its probability, and the cause: sampling or rounding.",
     example=("> /texts", "ngram, target   The sea", "speculative     The sea »is"),
 )
 
@@ -118,7 +100,6 @@ EXPORT = Command(
     _export,
     group="results",
     rank=3,
-    about="Write what the session has shown, or the last result, to a file. The ending of its name decides.",
     example=("> /export report.html", "the session written to report.html"),
     syntax=(
         "/export FILE.html        a page with everything that was shown, in colours",

@@ -79,11 +79,10 @@ VERDICT = Command(
     _verdict,
     group="does it help?",
     rank=1,
-    about="Find the best drafter and /gamma by replay on a few prompts, then measure it against the target alone on "
-    "other prompts, in turns, until the answer is clear. It takes two to three minutes, or as long as one run of "
-    "every prompt takes; Ctrl-C keeps what was measured. Without a FILE the prompts are those typed so far, or 14 "
-    "built-in ones. Servers with a baseline on their host are measured against it in the same way. If drafts pay, "
-    "the answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
+    about="It finds the best drafter and /gamma by replay on a few prompts, then measures it against the target alone "
+    "on others, in turns, for two to three minutes, or as long as one run of every prompt takes; Ctrl-C keeps what was "
+    "measured. Servers with a baseline on their host are measured against it in the same way. If drafts pay, the "
+    "answer ends with the settings of vLLM, SGLang, llama.cpp and transformers.",
     example=(
         "> /verdict",
         "Use the head with /gamma auto: 1.52x target-only (95 % interval 1.41",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ from utils import __version__
 from utils.bounds import DTYPES, ENGINE_WEIGHTS, GATE_REPEATS, QUANTIZATIONS, SEED, TOLERANCE, check_device
 from utils.config.settings import Setting, Settings, flag_settings, known_settings
 from utils.config.value_types import Limits
-from utils.errors import UserError, check_choice
+from utils.errors import UserError, check_choice, naming
 from utils.files import read_text, user_folder
 from utils.pairs.request import OPTIONS as FLAGS
 from utils.pairs.request import PAIRS, PUBLISHED, PairSpec, check_field
@@ -47,7 +48,6 @@ class Config:
 
 
 def config_file() -> Path:
-    """The default location of the config file."""
     return user_folder("config") / "config.toml"
 
 
@@ -63,15 +63,11 @@ def read_config(path: Path | None) -> Config:
     text = read_text(path, "The config file")
     try:
         entries = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
     # Deeply nested arrays exceed the recursion limit of tomllib, and int() refuses numbers of thousands of digits.
     except (ValueError, RecursionError) as error:
-        raise UserError(f"The config file {path} has a number or a nested array that is too long.") from error
-    try:
+        raise UserError(f"The config file {path} is not valid TOML: {error}.") from error
+    with naming(f"The config file {path}"):
         return replace(_parse(entries), file=path)
-    except UserError as error:
-        raise UserError(f"The config file {path}: {error}") from error
 
 
 def _parse(entries: Mapping[str, object]) -> Config:
@@ -96,10 +92,8 @@ def _server(name: str, value: object) -> ServerAddress:
     entries = _texts(value, f"servers.{name}", known=("url", *OPTIONS))
     if "url" not in entries:
         raise UserError(f'servers.{name} needs an address: url = "http://127.0.0.1:8000".')
-    try:
+    with naming(f"servers.{name}"):
         return server_address(name, **entries)
-    except UserError as error:
-        raise UserError(f"servers.{name}: {error}") from error
 
 
 def _texts(value: object, name: str, known: tuple[str, ...] = ()) -> dict[str, str]:
@@ -178,8 +172,7 @@ def _unknown_words(unknown: Sequence[str], argv: Sequence[str], parser: argparse
     if not flag:
         return f'only one prompt can be given; put it into quotation marks: "... {" ".join(unknown)}"'
     if not equals:
-        following = [*argv][[*argv].index(flag) + 1 :]
-        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+        value = dict(pairwise(argv)).get(flag, "VALUE")
     name = flag.lstrip("-").replace("-", "_").lower()
     if name in known_settings():  # settings are often mistaken for flags
         return f"there is no flag {flag}; {WITH_C.format(known_settings()[name].name, value)}"

@@ -11,38 +11,11 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
-from utils.bounds import (
-    AUTO_GAMMA,
-    ENGINES,
-    FILLER_TOP_K,
-    MAX_GAMMA,
-    NGRAM_LIMIT,
-    NGRAM_ORDER,
-    RULES,
-    SEED,
-    TEMPERATURE,
-    THREADS,
-    TOP_P,
-    WholeRange,
-)
-from utils.config.value_types import (
-    COST_TABLE,
-    DRAFTER_KINDS,
-    GREEDY,
-    ON_OFF,
-    PROCESSOR,
-    REQUEST,
-    STORAGE,
-    SYSTEM_PROMPT,
-    Limits,
-    ProcessorSpec,
-    StorageSpec,
-    ValueType,
-    choice,
-    number,
-    number_or,
-)
-from utils.errors import UserError, check_choice
+from utils import bounds
+from utils.bounds import WholeRange
+from utils.config import value_types as types
+from utils.config.value_types import Limits, ProcessorSpec, StorageSpec, ValueType
+from utils.errors import UserError, check_choice, naming
 from utils.metrics.costs import Costs
 from utils.pairs.request import CHAIN
 from utils.text import encodable
@@ -57,70 +30,54 @@ def _setting(default: Any, value_type: ValueType, group: str = "", summary: str 
 class Settings:
     """Everything that a user can change. A run uses a snapshot; commands make new snapshots."""
 
-    speculative: bool = _setting(
-        True,
-        ON_OFF,
-        "strategies",
-        "speculative decoding with the drafter",
-        text="Run speculative decoding: the drafter proposes tokens, and the target verifies them in one forward "
-        "pass (Leviathan et al. 2023).",
-    )
+    speculative: bool = _setting(True, types.ON_OFF, "strategies", "speculative decoding with the drafter")
     ngram: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "drafting",
         "n-gram assisted decoding; its storage",
-        text="Run n-gram assisted decoding (NASD): drafts come from n-grams of the prompt, of the text so far and of "
-        "the target's top tokens, which a storage counts; with 1 candidate only generated tokens. Its oldest n-grams "
-        "are dropped first. /ngram keep also keeps the texts of suffix and chain.",
+        text="Drafts come from n-grams of the prompt, of the text so far and of the target's top tokens, which a "
+        "storage counts; with 1 candidate only generated tokens. Its oldest n-grams are dropped first. /ngram keep "
+        "also keeps the texts of suffix and chain.",
         example=("order 4", "ngram order: 4"),
         forms={"on": "run n-gram assisted decoding", "off": "do not run it"},
         rank=3,
     )
     target: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "strategies",
         "the target alone, the baseline",
-        text="Run the target alone. All speed-ups and comparisons of texts refer to this run.",
+        text="All speed-ups and comparisons of texts refer to this run.",
     )
-    drafter: bool = _setting(
-        False,
-        ON_OFF,
-        "strategies",
-        "the drafter alone",
-        text="Run the drafter model alone, for comparison. Its text is its own.",
-    )
+    drafter: bool = _setting(False, types.ON_OFF, "strategies", "the drafter alone")
     beams: int = _setting(
         0,
-        number(WholeRange(0, 16)),
+        types.number(WholeRange(0, 16)),
         "strategies",
         "a beam search with N beams, 0 to 16",
-        text="Run a beam search with the target and a length penalty. N is its number of beams, 1 to 16; 0 turns it "
-        "off. Its text differs from the other strategies.",
+        text="It has a length penalty, and its text differs from the other strategies. 0 turns it off.",
         example=("4",),
     )
     gamma: int | None = _setting(
         None,
-        number_or(number(WholeRange(0, MAX_GAMMA)), "auto"),
+        types.number_or(types.number(WholeRange(0, bounds.MAX_GAMMA)), "auto"),
         "drafting",
         "maximum drafts per round, 0 to 63",
-        text="The maximum number of tokens that are drafted before the target verifies them. With auto, every round "
-        "drafts as many tokens as have the highest expected throughput, given the acceptance so far and the costs of "
-        "drafting and verifying in the present context. It drafts nothing where a run could lose more than about 3 % "
-        "of its time, and a drafter that is not used does not read the prompt.",
+        text="With auto, every round drafts as many tokens as have the highest expected throughput, given the "
+        "acceptance so far and the costs of drafting and verifying in the present context. It drafts nothing where a "
+        "run could lose more than about 3 % of its time, and a drafter that is not used does not read the prompt.",
         example=("4",),
         forms={"N": "0 to 63; 0: no drafts", "auto": "as many as are likely to pay"},
         rank=1,
     )
     drafter_kind: tuple[str, ...] = _setting(
         (CHAIN,),
-        DRAFTER_KINDS,
+        types.DRAFTER_KINDS,
         "drafting",
         "what drafts; several kinds are compared",
-        text="What drafts for the strategy speculative. Several kinds are run one after the other. The default, chain, "
-        "drafts what followed earlier in the texts where that is expected to gain more, and otherwise asks the drafter "
-        "of the pair. /race shows what the matches gain after /drafter_kind chain loaded.",
+        text="The default, chain, drafts what followed earlier in the texts where that is expected to gain more, and "
+        "otherwise asks the drafter of the pair. /race shows what the matches gain after /drafter_kind chain loaded.",
         example=("loaded suffix",),
         forms={
             "loaded": "the drafter of the pair",
@@ -133,7 +90,7 @@ class Settings:
     )
     costs: Costs | None = _setting(
         None,
-        COST_TABLE,
+        types.COST_TABLE,
         "drafting",
         "costs of drafting and verifying",
         text="What verifying 1, 2, ... drafts costs in addition to a target forward over one token, and what one "
@@ -153,21 +110,19 @@ class Settings:
     )
     length: int = _setting(
         128,
-        number(WholeRange(1), limit="context"),
+        types.number(WholeRange(1), limit="context"),
         "decoding",
         "maximum number of new tokens",
-        text="The maximum number of new tokens of each answer, from 1 to the context length of the target. An answer "
-        "also ends at an end token of the target.",
+        text="At most the context length of the target.",
         example=("256",),
         rank=1,
     )
     processor: ProcessorSpec = _setting(
-        GREEDY,
-        PROCESSOR,
+        types.GREEDY,
+        types.PROCESSOR,
         "decoding",
         "temperature, top-k, top-p in one line",
-        text="How the target's logits become the distribution that tokens are sampled from: temperature first, then "
-        "top-k, then top-p.",
+        text="They apply to the target's logits in this order.",
         example=("nucleus 0.8 0.95",),
         forms={
             "greedy": "[T]: the likeliest token",
@@ -179,21 +134,20 @@ class Settings:
     )
     seed: int = _setting(
         42,
-        number(SEED),
+        types.number(bounds.SEED),
         "decoding",
         "seed of every strategy, 0 to 2**32 - 1",
-        text="The random seed of every run, 0 to 2**32 - 1. The same seed, settings and models give the same texts.",
+        text="The same seed, settings and models give the same texts.",
         example=("7",),
         is_flag=True,
     )
     verify: str = _setting(
         "rejection",
-        choice(RULES, "rule"),
+        types.choice(bounds.RULES, "rule"),
         "drafting",
         "the rule that accepts drafts",
         text="All rules keep the target's distribution; under greedy decoding they are the same. block is the rule "
         "of Sun et al. 2024. coupled gives the text of the target alone for the same seed.",
-        example=("coupled",),
         forms={
             "rejection": "accept each draft with probability min(1, p/q)",
             "block": "accept drafts jointly, at least as many",
@@ -202,16 +156,15 @@ class Settings:
     )
     engine: str = _setting(
         "auto",
-        choice(ENGINES, "engine"),
+        types.choice(bounds.ENGINES, "engine"),
         "decoding",
         "how layers are computed",
         text="Alone it shows what was measured of each engine. auto gives up equal bits for more than 10 % of speed "
-        "only. invariant: greedy texts are equal bit for bit. Results are kept for later.",
-        example=("plain",),
+        "only. Results are kept for later.",
         forms={
             "auto": "the fastest one, by measurement",
             "plain": "PyTorch unchanged",
-            "invariant": "the logits do not depend on the verify width; compiled for the processor, on CPUs",
+            "invariant": "equal texts bit for bit; compiled for the processor, on CPUs",
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
             "test": "test and measure all engines again",
         },
@@ -220,48 +173,42 @@ class Settings:
     )
     threads: int = _setting(
         0,
-        number_or(number(THREADS), "auto", value=0),
+        types.number_or(types.number(bounds.THREADS), "auto", value=0),
         "decoding",
         "number of CPU threads",
-        text="The number of CPU threads, at most the number of cores; auto: the fastest number, unless "
-        "OMP_NUM_THREADS is set.",
+        text="At most the number of cores.",
         example=("1",),
-        forms={"N": f"{THREADS}", "auto": "the fastest number"},
+        forms={"N": f"{bounds.THREADS}", "auto": "the fastest number, unless OMP_NUM_THREADS is set"},
         fact="engine now",
         is_flag=True,
     )
     cache: bool = _setting(
         True,
-        ON_OFF,
+        types.ON_OFF,
         "decoding",
         "keep keys and values between rounds",
-        text="Whether keys and values of earlier tokens are kept. off computes all tokens again in every round: the "
-        "text is the same, but every strategy is slow.",
-        forms={"on": "keep them", "off": "compute all tokens again in every round"},
+        text="off computes all tokens again in every round: the text is the same, but every strategy is slow.",
     )
     chat: bool | None = _setting(
         None,
-        choice({"on": True, "off": False, "auto": None}, "value"),
+        types.choice({"on": True, "off": False, "auto": None}, "value"),
         "prompts",
         "put prompts into the chat template",
-        text="Whether a prompt is put into the chat template of the tokenizer. Without a template, the model "
-        "continues the prompt as it stands. auto is decided anew by every /load.",
         forms={"on": "use it", "off": "send prompts as they stand", "auto": "use it if there is one"},
         fact="chat now",
     )
     system: str | None = _setting(
         None,
-        SYSTEM_PROMPT,
+        types.SYSTEM_PROMPT,
         "prompts",
         "system prompt of the chat template",
-        text="The system prompt of every prompt that is put into the chat template.",
         example=("Answer in one sentence.",),
         forms={"TEXT": "a system prompt", "none": "an empty one", "default": "the one of the chat template"},
         needs_chat=True,
     )
     request: str = _setting(
         "",
-        REQUEST,
+        types.REQUEST,
         "prompts",
         "tools, keywords of the chat template",
         text="What goes with every prompt to the chat template and to servers, as in requests to vLLM: tools, "
@@ -273,36 +220,33 @@ class Settings:
     )
     turns: bool = _setting(
         False,
-        ON_OFF,
+        types.ON_OFF,
         "prompts",
         "continue the conversation",
-        text="Whether each prompt continues the conversation. Every strategy continues its own answers; a turn that "
-        "was interrupted or failed is not kept.",
+        text="Every strategy continues its own answers; a turn that was interrupted or failed is not kept.",
         forms={"on": "continue it with each prompt", "off": "begin a new one with each prompt", "new": "forget it"},
         needs_chat=True,
     )
     special: bool = _setting(
         False,
-        ON_OFF,
+        types.ON_OFF,
         "prompts",
         "read names of special tokens in prompts",
-        text="Whether names such as <|im_end|> in a prompt become the special tokens that they name. off reads them "
-        "as text.",
+        text="on: names such as <|im_end|> in a prompt become the special tokens that they name, not text.",
     )
     # Subcommands of /ngram set these four: NGRAM_PARTS.
-    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), STORAGE)
-    ngram_limit: int = _setting(1_000_000, number(NGRAM_LIMIT))
-    top_k_filler: int = _setting(3, number(FILLER_TOP_K))
-    reset_in_between: bool = _setting(True, ON_OFF)
+    ngram_storage: StorageSpec = _setting(StorageSpec("basic", 3), types.STORAGE)
+    ngram_limit: int = _setting(1_000_000, types.number(bounds.NGRAM_LIMIT))
+    top_k_filler: int = _setting(3, types.number(bounds.FILLER_TOP_K))
+    reset_in_between: bool = _setting(True, types.ON_OFF)
     debug: str = _setting(
         "off",
-        choice(("on", "off", "full"), "level"),
+        types.choice(("on", "off", "full"), "level"),
         "results",
         "show every round while it runs",
         text="A line for each round has its drafts (+ accepted, - rejected), the target's token (= correction, * "
         "bonus) and its time; rounds without drafts share a line. full: also p/q as colours and shapes, why each "
         "draft was rejected, and where n-grams and matches were found.",
-        example=("full",),
         forms={"on": "a line per round", "off": "the texts only", "full": "also p/q, and why drafts were rejected"},
         rank=4,
     )
@@ -318,7 +262,7 @@ class Settings:
     @property
     def max_drafts(self) -> int:
         """Maximum number of drafts per round."""
-        return AUTO_GAMMA if self.gamma is None else self.gamma
+        return bounds.AUTO_GAMMA if self.gamma is None else self.gamma
 
     @property
     def keeps_conversation(self) -> bool:
@@ -331,9 +275,9 @@ class Setting:
     """A row of the table.
 
     `name` is the field, or the typed words of a part. `group` is a heading of /help, empty for a field that only parts
-    set; `summary` and `rank` are as in a Command. `text` is its page. `example` is an argument to type, by default on
-    or off, and the lines that it shows unless they repeat it. `forms` describe what can be typed. `fact` is the
-    label in /show of the value in effect.
+    set; `summary` and `rank` are as in a Command. `text` is what its page says in addition. `example` is an argument to
+    type, by default a word, and the lines that it shows unless they repeat it. `forms` describe what can be typed.
+    `fact` is the label in /show of the value in effect.
     """
 
     name: str
@@ -350,11 +294,6 @@ class Setting:
     needs_chat: bool = False
     fact: str = ""
     is_flag: bool = False
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it toggles between on and off without an argument."""
-        return self.value_type.is_switch
 
     def show(self, settings: Settings) -> str:
         """The value as it would be typed."""
@@ -376,7 +315,6 @@ def _put(name: str, settings: Settings, value: Any) -> Settings:
 
 @cache
 def setting_fields() -> Mapping[str, Setting]:
-    """The fields of Settings by their names."""
     rows = (
         Setting(
             entry.name,
@@ -394,53 +332,49 @@ def setting_fields() -> Mapping[str, Setting]:
 SAMPLING_PARTS = (
     Setting(
         "temperature",
-        number(TEMPERATURE, usage="T"),
+        types.number(bounds.TEMPERATURE, usage="T"),
         lambda settings: settings.processor.effective_temperature,
         lambda settings, value: replace(settings, processor=settings.processor.changed(temperature=value)),
         group="decoding",
         summary="temperature, 0 to 100; 0: greedy",
-        text="The temperature of the processor, 0 to 100. 0 is greedy decoding, which has no top-k and top-p. Any "
-        "other temperature keeps the top-k and top-p that are set.",
+        text="Greedy decoding has no top-k and top-p. Any other temperature keeps those that are set.",
         example=("0.7", "temperature: 0.7; processor: multinomial 0.7"),
         rank=2,
     ),
     Setting(
         "top_k",
-        number_or(number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
+        types.number_or(types.number(WholeRange(0), limit="vocabulary", usage="K"), "off", same=0),
         lambda settings: settings.processor.top_k,
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_k=value)),
         group="decoding",
         summary="sample from the K likeliest tokens",
-        text="Sample from the K most likely tokens only. The temperature and top-p stay. With greedy decoding, which "
-        "has no top-k, the temperature becomes 1.",
+        text="The temperature and top-p stay, but that of greedy decoding becomes 1.",
         example=("40", "top_k: 40; processor: topk 0.7 40"),
         forms={"K": "1 to the size of the vocabulary", "off": "or 0: sample from all tokens"},
     ),
     Setting(
         "top_p",
-        number_or(number(TOP_P, usage="P"), "off", same=1),
+        types.number_or(types.number(bounds.TOP_P, usage="P"), "off", same=1),
         lambda settings: settings.processor.top_p,
         lambda settings, value: replace(settings, processor=settings.processor.changed(top_p=value)),
         group="decoding",
         summary="sample from a probability mass of P",
-        text="Sample from the fewest tokens with a total probability of at least P. The temperature and top-k stay. "
-        "With greedy decoding, which has no top-p, the temperature becomes 1.",
+        text="The temperature and top-k stay, but that of greedy decoding becomes 1.",
         example=("0.95", "top_p: 0.95; processor: nucleus 0.7 0.95"),
         forms={"P": "above 0, at most 1", "off": "or 1: sample from all tokens"},
     ),
 )
 NGRAM_PARTS = (
-    Setting(
-        "ngram kind",
-        replace(STORAGE, show=attrgetter("kind")),
-        lambda settings: settings.ngram_storage,
-        partial(_put, "ngram_storage"),
+    replace(
+        setting_fields()["ngram_storage"],
+        name="ngram kind",
+        value_type=replace(types.STORAGE, show=attrgetter("kind")),
         summary="orders of the stored n-grams",
         forms={"basic": "all orders from 2 to the order", "onelevel": "one order only"},
     ),
     Setting(
         "ngram order",
-        number(NGRAM_ORDER),
+        types.number(bounds.NGRAM_ORDER),
         lambda settings: settings.ngram_storage.order,
         lambda settings, value: replace(settings, ngram_storage=replace(settings.ngram_storage, order=value)),
         summary="order of the n-grams, 2 to 16",
@@ -457,7 +391,7 @@ NGRAM_PARTS = (
     ),
     Setting(
         "ngram keep",
-        ON_OFF,
+        types.ON_OFF,
         lambda settings: not settings.reset_in_between,
         lambda settings, value: replace(settings, reset_in_between=not value),
         summary="keep the n-grams from prompt to prompt",
@@ -470,8 +404,7 @@ NGRAM_PARTS = (
 def listed_settings() -> Mapping[str, Setting]:
     """Every setting once, by the words after the slash. Together they restore all settings."""
     rows = {name: row for name, row in setting_fields().items() if row.group}
-    debug = {"debug": rows.pop("debug")}
-    return rows | {part.name: part for part in NGRAM_PARTS} | debug
+    return rows | {part.name: part for part in NGRAM_PARTS}
 
 
 def split_setting(line: str) -> tuple[str, str] | None:
@@ -493,7 +426,6 @@ def known_settings() -> Mapping[str, Setting]:
 
 
 def flag_settings() -> list[Setting]:
-    """The settings that are also command-line flags."""
     return [row for row in setting_fields().values() if row.is_flag]
 
 
@@ -501,12 +433,10 @@ def apply_typed(settings: Settings, values: Mapping[str, str], limits: Limits) -
     """New settings with typed values by name. Raises UserError for an unknown name or an invalid value."""
     for name, text in values.items():
         setting = known_settings()[check_choice(name, tuple(known_settings()), "setting")]
-        try:
+        with naming(f"settings.{name}"):
             if not text:  # an empty text would toggle the setting
                 raise UserError("it is empty: write a value, or leave the entry out.")
             settings = setting.change(settings, text, limits)
-        except UserError as error:
-            raise UserError(f"settings.{name}: {error}") from error
     return settings
 
 

@@ -175,7 +175,6 @@ class ProcessorSpec:
 
     @property
     def name(self) -> str:
-        """The name of the processor in /processor."""
         if self.is_greedy:
             return "greedy"
         if self.top_k is not None:
@@ -184,7 +183,6 @@ class ProcessorSpec:
 
     @property
     def arguments(self) -> list[float]:
-        """Its arguments in their order."""
         return [value for value in (self.temperature, self.top_k, self.top_p) if value is not None]
 
     @property

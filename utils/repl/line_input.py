@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -27,7 +27,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.bindings.completion import generate_completions
 from prompt_toolkit.output import ColorDepth
 
-from utils.commands import Command, Registry
+from utils.commands import Registry
 from utils.files import PRIVATE_FILE, user_folder
 from utils.repl.status import SEPARATOR
 from utils.text import QUOTES, quoted_text
@@ -61,24 +61,12 @@ class SlashCompleter(Completer):
                     yield Completion(command.name, start_position=-len(name), display_meta=command.summary)
         elif name.lower() in self._commands:
             command = self._commands[name.lower()]
-            yield from _words(command, argument)
+            for word, meaning in command.words.items():
+                if word.startswith(argument) and word != argument:
+                    yield Completion(word, start_position=-len(argument), display_meta=meaning)
             if argument.startswith(command.files):
                 last = Document(argument.rpartition(" ")[2])
                 yield from self._files.get_completions(last, complete_event)
-
-
-def _words(command: Command, argument: str) -> Iterator[Completion]:
-    """The words that complete an argument. A second word follows only its first one, as in "kind basic"."""
-    for word, meaning in command.words.items():
-        first, _, last = word.rpartition(" ")
-        is_second = first in command.words
-        if word.startswith(argument) and word != argument and (not is_second or argument.startswith(first + " ")):
-            yield Completion(
-                word,
-                start_position=-len(argument),
-                display=last if is_second else word,
-                display_meta=meaning,
-            )
 
 
 def split_lines(typed: str) -> list[str]:
@@ -132,12 +120,11 @@ def history_path() -> Path:
 class LineHistory(FileHistory):
     """The history of typed lines, in a file that only its owner can read.
 
-    If it cannot be read or written, `warn` receives one message, and the session keeps its own lines.
+    If it cannot be written, `warn` receives a message, and the session keeps its own lines.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
-        self._path, self._warn = path, warn
         self._held = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
@@ -145,15 +132,13 @@ class LineHistory(FileHistory):
             # touch sets the mode of new files only.
             path.chmod(PRIVATE_FILE)
         except OSError as error:
-            self._give_up("written", error)
+            warn(f"The history file {path} cannot be written ({error.strerror}); this session keeps its own lines.")
 
     def load_history_strings(self) -> Iterable[str]:
-        try:
-            # A list, because the file would otherwise be read, and fail, outside the try block.
+        with suppress(OSError):
+            # A list, because the file would otherwise be read, and fail, outside the block.
             return list(super().load_history_strings())
-        except OSError as error:
-            self._give_up("read", error)
-            return []
+        return []
 
     def store_string(self, string: str) -> None:
         """Store a typed text. What names a server may hold a key in a wrong place, so it waits for `keep`."""
@@ -161,23 +146,15 @@ class LineHistory(FileHistory):
         of_server = any(line.startswith("/server") or (line.startswith("/") and "://" in line) for line in lines)
         self._held = string if of_server and len(lines) == 1 else ""
         if not of_server:
-            self._store(string)
+            with suppress(OSError):
+                super().store_string(string)
 
     def keep(self) -> None:
         """Store the last line about a server, which did what it says."""
         held, self._held = self._held, ""
         if held:
-            self._store(held)
-
-    def _store(self, string: str) -> None:
-        try:
-            super().store_string(string)
-        except OSError as error:
-            self._give_up("written", error)
-
-    def _give_up(self, action: str, error: OSError) -> None:
-        warn, self._warn = self._warn, lambda text: None  # only the first failure is shown
-        warn(f"The history file {self._path} cannot be {action} ({error.strerror}); this session keeps its own lines.")
+            with suppress(OSError):
+                super().store_string(held)
 
 
 def wrap_status(status: str, width: int) -> str:
@@ -192,11 +169,7 @@ def wrap_status(status: str, width: int) -> str:
 
 
 def typed_lines(
-    commands: Registry,
-    *,
-    colour: bool,
-    history: History,
-    status: Callable[[], str] = lambda: "",
+    commands: Registry, *, colour: bool, history: History, status: Callable[[], str] = lambda: ""
 ) -> Iterator[str]:
     """Typed lines, until Ctrl-D. Ctrl-C drops the current line. `status` returns the text of the toolbar."""
     session: PromptSession[str] = PromptSession(

@@ -21,8 +21,8 @@ from utils.config.value_types import Limits
 from utils.engine.engine_choice import TYPICAL, Workload
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
+from utils.metrics.costs import Costs
 from utils.models import Count
-from utils.models.feature_drafter import Conventions, FeatureDrafter
 from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
@@ -38,9 +38,6 @@ CONVERSATION_ENDED = "The conversation has ended: {} forgotten."
 NOTHING_TO_UNDO = "No settings have been changed, so there is nothing to revert."
 STARTING_ENGINE = "preparing the engine ({}) ..."
 WARMING_UP = "warming up the models ..."
-CONVERSATION_LOST = "The conversation starts over: {} forgotten."
-
-
 POLL = 0.05  # seconds; waiting in short pieces lets Ctrl-C in
 
 
@@ -48,7 +45,7 @@ class _Stopped(Exception):
     """The program is about to end."""
 
 
-class BackgroundTask:
+class BackgroundTask(Thread):
     """Work that is done once: in a thread after `start`, or in the first call of `finish` if `is_planned`.
 
     While the thread runs behind the prompt, nothing else may use the models: every line waits for it first.
@@ -57,25 +54,21 @@ class BackgroundTask:
     """
 
     def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        self._work = work
-        self._thread: Thread | None = None
-        self._stopped = Event()
+        super().__init__(daemon=True)  # a thread that hangs must not keep the program alive
+        self._work, self._stopped, self._threads = work, Event(), torch.get_num_threads()
         self._error: BaseException | None = None
         self.is_planned = False
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self) -> None:
-        # A daemon, so that a thread that hangs does not keep the program alive.
-        self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
-        self._thread.start()
+    def run(self) -> None:
+        torch.set_num_threads(self._threads)  # a new thread may start with another number
+        try:
+            self._work(self._stopped.is_set)
+        except BaseException as error:
+            self._error = error
 
     def wait(self) -> None:
-        """Wait for the thread, if there is one. Raises the thread's error once."""
+        """Wait for the thread, if it was started. Raises the thread's error once."""
         self._join()
-        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -93,175 +86,8 @@ class BackgroundTask:
         self._join()
 
     def _join(self) -> None:
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(POLL)
-
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread may start with another number
-        try:
-            self._work(self._stopped.is_set)
-        except BaseException as error:
-            self._error = error
-
-
-class SessionSettings:
-    """The settings in use for one loaded pair, and their earlier values for /undo."""
-
-    def __init__(
-        self,
-        harness: Harness,
-        limits: Limits,
-        requested: Settings,
-        note: Callable[[str], None],
-        *,
-        defers_costs: bool = False,
-    ) -> None:
-        """Reset what this pair does not support, and start the engine. Raises UserError if the engine is not usable.
-
-        `defers_costs` leaves costs that are neither typed nor stored to `measure_costs`.
-        """
-        self._harness, self._note = harness, note
-        self._earlier: list[tuple[Settings, Pair | None]] = []
-        shortened = replace(requested, length=min(requested.length, limits.context))
-        if not harness.has_pair:
-            # Servers have chat templates and engines of their own.
-            self._conventions = self._first_costs = None
-            self.current = replace(shortened, chat_template=True)
-            return
-        # Decided for each tokenizer: a target without a template must not turn it off for the next one.
-        template = has_chat_template(harness.pair.tokenizer)
-        settings = replace(reset_unsupported(shortened, limits), chat_template=template)
-        harness.pair.engine.defers_costs = defers_costs and settings.costs is None
-        harness.start_engine(settings)
-        harness.pair.engine.defers_costs = False
-        if found := settle_reading(harness.pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
-            note(found)  # before any measurement with it
-        self._conventions = self._read_now()
-        self.current = settings if self._lacks_costs(settings) else self._with_costs(settings)
-        self._first_costs = None if requested.costs else self.current.costs
-        if requested.uses_chat != settings.uses_chat:
-            note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
-        harness.state.storage = harness.new_storage(self.current)
-
-    def change(self, requested: Settings) -> None:
-        """Use these settings. Nothing is changed if it raises UserError."""
-        before = self.current
-        self._apply(requested)
-        if self.current != before:
-            self._earlier.append((before, self._harness.loaded))
-
-    def undo(self) -> str:
-        """Revert the last change. Returns the changed values. Raises UserError if there was no change."""
-        if not self._earlier:
-            raise UserError(NOTHING_TO_UNDO)
-        before, (earlier, pair) = self.current, self._earlier.pop()
-        if pair is not self._harness.loaded:
-            self._use(pair)
-            return f"undone: {pair_names(pair)}"
-        # Not through `change`, which would store the reverted values as a new change.
-        self._apply(earlier)
-        values = [(name, entry.show(before), entry.show(self.current)) for name, entry in listed_settings().items()]
-        changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
-        return f"undone: {changes or 'no setting differs'}"
-
-    def use_drafter(self, pair: Pair) -> None:
-        """Use the drafter of this pair, whose target and drafter kind are the present ones. /undo goes back."""
-        self._earlier.append((self.current, self._harness.loaded))
-        self._use(pair)
-
-    def _use(self, pair: Pair | None) -> None:
-        self._harness.state.settle_records()
-        self._harness.loaded = pair
-        self._conventions = self._read_now()
-
-    def retest_engine(self) -> str:
-        """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
-        self._harness.state.settle_records()
-        self._harness.start_engine(self.current, anew=True)
-        self.current = self._with_costs(replace(self.current, costs=None))
-        return f"engine: {self._harness.pair.engine.state.sentence()}"
-
-    def follow_drafter(self) -> None:
-        """Measure the draft cost again if the drafter is now read in another way."""
-        before, self._conventions = self._conventions, self._read_now()
-        costs = self.current.costs
-        if before == self._conventions or costs is None:
-            return
-        label = self._harness.pair.drafter_kind
-        kept = replace(costs, draft=tuple(entry for entry in costs.draft if entry[0] != label))
-        self.current = self._with_costs(replace(self.current, costs=kept))
-        # /undo must not bring back the old costs.
-        self._earlier = [
-            (replace(each, costs=self.current.costs) if each.costs == costs else each, pair)
-            for each, pair in self._earlier
-        ]
-
-    def _read_now(self) -> Conventions | None:
-        drafter = self._harness.pair.drafter if self._harness.has_pair else None
-        return drafter.conventions if isinstance(drafter, FeatureDrafter) else None
-
-    def measure_costs(self, stopped: Callable[[], bool]) -> None:
-        """Measure the costs that were deferred. `stopped` returns True to end early."""
-        if self._lacks_costs(self.current):
-            self._measure_all(stopped)
-            self._first_costs = self.current.costs
-
-    def refresh_costs(self, stopped: Callable[[], bool]) -> None:
-        """Measure stale costs of an earlier start again, because the machine may have been busy.
-
-        Typed costs stay. `stopped` returns True to end early.
-        """
-        engine, first = self._harness.pair.engine, self._first_costs
-        if engine.has_stored_costs and first is not None and self.current.costs == first and engine.costs_are_stale():
-            self._measure_all(stopped)
-
-    def _lacks_costs(self, settings: Settings) -> bool:
-        return settings.costs is None and not self._harness.pair.engine.step_seconds
-
-    def _measure_all(self, stopped: Callable[[], bool]) -> None:
-        engine = self._harness.pair.engine
-        report = engine.report
-
-        def silent(text: str) -> None:  # while a user types
-            if stopped():
-                raise _Stopped
-
-        try:
-            with suppress(_Stopped):
-                engine.report = silent
-                engine.measure()
-                self.current = self._with_costs(replace(self.current, costs=None))
-                engine.store()
-        finally:
-            engine.report = report
-
-    def _apply(self, settings: Settings) -> None:
-        harness, before = self._harness, self.current
-        if settings.drafter_kind != before.drafter_kind:
-            settings = with_costs(harness, settings)  # may raise for an unusable kind, so it comes before any change
-        if settings.ngram_storage != before.ngram_storage:
-            harness.state.storage = harness.new_storage(settings)
-        elif settings.ngram_limit != before.ngram_limit:
-            harness.state.storage.limit = settings.ngram_limit
-        if (settings.engine, settings.threads) != (before.engine, before.threads):
-            harness.state.settle_records()
-            harness.start_engine(settings)
-            self._note(f"engine: {harness.pair.engine.state.sentence()}")
-            settings = replace(settings, costs=None)  # they depend on the kernels and the threads
-        elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
-            harness.pair.engine.measure()
-            harness.pair.engine.store()
-        self.current = self._with_costs(settings) if settings.costs is None else settings
-        conversations = harness.state.conversations
-        if before.turns and not settings.turns and conversations:
-            self._note(CONVERSATION_ENDED.format(count_of(len(conversations), "turn")))
-            conversations.forget()
-
-    def _with_costs(self, settings: Settings) -> Settings:
-        """Measure missing draft costs. They stay unknown for a drafter that cannot be used."""
-        with suppress(UserError):  # raised again when the drafter is run
-            return with_costs(self._harness, settings)
-        return settings
+        while self.is_alive():
+            self.join(POLL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,49 +122,161 @@ def announcer(renderer: Renderer) -> Callable[[str], None]:
     return announce
 
 
-@dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """Everything that lives as long as the pair. Only `settings` changes."""
+    """A pair with everything that lives as long as it: the settings in use, and their earlier values for /undo."""
 
-    limits: Limits
-    harness: Harness
-    settings: SessionSettings
-    warming: BackgroundTask
-
-    @classmethod
-    def prepare(
-        cls, pair: Pair | None, tools: SessionTools, settings: Settings, *, defers_costs: bool = False
-    ) -> "LoadedPair":
+    def __init__(
+        self, pair: Pair | None, tools: SessionTools, requested: Settings, *, defers_costs: bool = False
+    ) -> None:
         """Start the engine and fit the settings to the models. Raises UserError if the engine cannot be used.
 
-        `pair` is None in a session without local models. `defers_costs` leaves the measurement of costs to `warming`.
+        `pair` is None in a session without local models. `defers_costs` leaves costs that are neither typed nor stored
+        to `warming`.
         """
-        harness = Harness.of(pair, settings, tools.strategies)
-        limits = Limits() if pair is None else limits_of(pair)
+        self.harness = Harness.of(pair, requested, tools.strategies)
+        self.limits = Limits() if pair is None else limits_of(pair)
+        self._note = tools.renderer.note
+        self._earlier: list[tuple[Settings, Pair | None]] = []
+        self._first_costs: Costs | None = None
+        # Servers have chat templates and engines of their own.
+        self.settings = replace(requested, length=min(requested.length, self.limits.context), chat_template=True)
         if pair is not None:
             pair.engine.results, pair.engine.report = tools.results, tools.renderer.step
-            # The workload of the target's engine: the enabled strategies that use the target.
-            enabled = harness.runnable(settings, enabled=True)
-            alone, drafted = sum(row.is_baseline for row in enabled), sum(row.drafts for row in enabled)
-            pair.engine.workload = Workload(alone, drafted) if alone + drafted else TYPICAL
-        fitted = SessionSettings(harness, limits, settings, tools.renderer.note, defers_costs=defers_costs)
+            self._fit(pair, requested, defers_costs=defers_costs)
+        self.warming = BackgroundTask(self.warm_up)
 
-        def warmed(stopped: Callable[[], bool]) -> None:
-            fitted.measure_costs(stopped)
-            warm_up(harness, fitted.current, stopped)
-            if not stopped():
-                fitted.refresh_costs(stopped)
+    def _fit(self, pair: Pair, requested: Settings, *, defers_costs: bool) -> None:
+        """Reset what this pair does not support, and start its engine."""
+        harness, engine = self.harness, pair.engine
+        # The workload of the target's engine: the enabled strategies that use the target.
+        enabled = harness.runnable(requested, enabled=True)
+        alone, drafted = sum(row.is_baseline for row in enabled), sum(row.drafts for row in enabled)
+        engine.workload = Workload(alone, drafted) if alone + drafted else TYPICAL
+        # Decided for each tokenizer: a target without a template must not turn it off for the next one.
+        template = has_chat_template(pair.tokenizer)
+        settings = replace(reset_unsupported(self.settings, self.limits), chat_template=template)
+        engine.defers_costs = defers_costs and settings.costs is None
+        harness.start_engine(settings)
+        engine.defers_costs = False
+        if found := settle_reading(pair, lambda: harness.prompt_ids(OWN_PROMPT, settings)):
+            self._note(found)  # before any measurement with it
+        self.settings = settings if self._lacks_costs(settings) else self._with_costs(settings)
+        self._first_costs = None if requested.costs else self.settings.costs
+        if requested.uses_chat != settings.uses_chat:
+            self._note(TEMPLATE if settings.uses_chat else NO_TEMPLATE)
+        harness.state.storage = harness.new_storage(self.settings)
 
-        return cls(limits, harness, fitted, BackgroundTask(warmed))
-
-    def introduce(self, note: Callable[[str], None]) -> None:
+    def introduce(self) -> None:
         """Report which engine computes the pair, and what its loading found."""
         pair = self.harness.pair
         for line in (f"engine: {pair.engine.state.sentence()}", *pair.notes):
-            note(line)
+            self._note(line)
 
-    def warm_up(self) -> None:
-        warm_up(self.harness, self.settings.current)
+    def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Warm up the models, and measure what was deferred or is stale. `stopped` returns True to end early."""
+        self.measure_costs(stopped)
+        warm_up(self.harness, self.settings, stopped)
+        if not stopped():
+            self.refresh_costs(stopped)
+
+    def change(self, requested: Settings) -> None:
+        """Use these settings. Nothing is changed if it raises UserError."""
+        before = self.settings
+        self._apply(requested)
+        if self.settings != before:
+            self._earlier.append((before, self.harness.loaded))
+
+    def undo(self) -> str:
+        """Revert the last change. Returns the changed values. Raises UserError if there was no change."""
+        if not self._earlier:
+            raise UserError(NOTHING_TO_UNDO)
+        before, (earlier, pair) = self.settings, self._earlier.pop()
+        if pair is not self.harness.loaded:
+            self._use(pair)
+            return f"undone: {pair_names(pair)}"
+        # Not through `change`, which would store the reverted values as a new change.
+        self._apply(earlier)
+        values = [(name, entry.show(before), entry.show(self.settings)) for name, entry in listed_settings().items()]
+        changes = "; ".join(f"{name} {new} (was {old})" for name, old, new in values if old != new)
+        return f"undone: {changes or 'no setting differs'}"
+
+    def use_drafter(self, pair: Pair) -> None:
+        """Use the drafter of this pair, whose target and drafter kind are the present ones. /undo goes back."""
+        self._earlier.append((self.settings, self.harness.loaded))
+        self._use(pair)
+
+    def _use(self, pair: Pair | None) -> None:
+        self.harness.state.settle_records()
+        self.harness.loaded = pair
+
+    def retest_engine(self) -> str:
+        """Test the engine and measure all costs again. Returns its state. Raises UserError if the test fails."""
+        self.harness.state.settle_records()
+        self.harness.start_engine(self.settings, anew=True)
+        self.settings = self._with_costs(replace(self.settings, costs=None))
+        return f"engine: {self.harness.pair.engine.state.sentence()}"
+
+    def measure_costs(self, stopped: Callable[[], bool]) -> None:
+        if self._lacks_costs(self.settings):
+            self._measure_all(stopped)
+            self._first_costs = self.settings.costs
+
+    def refresh_costs(self, stopped: Callable[[], bool]) -> None:
+        """Measure stale costs of an earlier start again, because the machine may have been busy.
+
+        Typed costs stay. `stopped` returns True to end early.
+        """
+        engine, first = self.harness.pair.engine, self._first_costs
+        if engine.has_stored_costs and first is not None and self.settings.costs == first and engine.costs_are_stale():
+            self._measure_all(stopped)
+
+    def _lacks_costs(self, settings: Settings) -> bool:
+        return settings.costs is None and not self.harness.pair.engine.step_seconds
+
+    def _measure_all(self, stopped: Callable[[], bool]) -> None:
+        engine = self.harness.pair.engine
+        report = engine.report
+
+        def silent(text: str) -> None:  # while a user types
+            if stopped():
+                raise _Stopped
+
+        try:
+            with suppress(_Stopped):
+                engine.report = silent
+                engine.measure()
+                self.settings = self._with_costs(replace(self.settings, costs=None))
+                engine.store()
+        finally:
+            engine.report = report
+
+    def _apply(self, settings: Settings) -> None:
+        harness, before = self.harness, self.settings
+        if settings.drafter_kind != before.drafter_kind:
+            settings = with_costs(harness, settings)  # may raise for an unusable kind, so it comes before any change
+        if settings.ngram_storage != before.ngram_storage:
+            harness.state.storage = harness.new_storage(settings)
+        elif settings.ngram_limit != before.ngram_limit:
+            harness.state.storage.limit = settings.ngram_limit
+        if (settings.engine, settings.threads) != (before.engine, before.threads):
+            harness.state.settle_records()
+            harness.start_engine(settings)
+            self._note(f"engine: {harness.pair.engine.state.sentence()}")
+            settings = replace(settings, costs=None)  # they depend on the kernels and the threads
+        elif settings.costs is None and before.costs is not None:  # None twice: they could not be measured
+            harness.pair.engine.measure()
+            harness.pair.engine.store()
+        self.settings = self._with_costs(settings) if settings.costs is None else settings
+        conversations = harness.state.conversations
+        if before.turns and not settings.turns and conversations:
+            self._note(CONVERSATION_ENDED.format(count_of(len(conversations), "turn")))
+            conversations.forget()
+
+    def _with_costs(self, settings: Settings) -> Settings:
+        """Measure missing draft costs. They stay unknown for a drafter that cannot be used."""
+        with suppress(UserError):  # raised again when the drafter is run
+            return with_costs(self.harness, settings)
+        return settings
 
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
@@ -349,7 +287,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     assert tools.load is not None
     renderer, threads = tools.renderer, torch.get_num_threads()
     note, announce = renderer.note, announcer(renderer)
-    before, state = current.settings.current, current.harness.state
+    before, state = current.settings, current.harness.state
     state.settle_records()
     try:
         # The old pair stays loaded until the new one is ready, so both must fit into memory at once.
@@ -358,8 +296,8 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
         announce(STARTING_ENGINE.format(before.engine))
         kinds = surviving_kinds(before.drafter_kind)
         # costs=None, because the old costs belong to the old pair.
-        loaded = LoadedPair.prepare(pair, tools, replace(before, drafter_kind=kinds, costs=None))
-        loaded.introduce(note)
+        loaded = LoadedPair(pair, tools, replace(before, drafter_kind=kinds, costs=None))
+        loaded.introduce()
         renderer.progress(WARMING_UP)
         loaded.warm_up()
     except BaseException:
@@ -370,7 +308,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     if state.storage and not before.reset_in_between:
         note("The n-gram storage is empty now: it held tokens of the old target.")
     if turns := len(state.conversations):
-        note(CONVERSATION_LOST.format(count_of(turns, "turn")))
+        note(CONVERSATION_ENDED.format(count_of(turns, "turn")))
     if state.training is not None:
         state.training.close()
     own = loaded.harness.state

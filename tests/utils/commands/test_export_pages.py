@@ -24,7 +24,7 @@ def exported(session: ReplSession, path: Path) -> tuple[str, str]:
     """The page, and the text that it shows."""
     assert session.handle(f"/export {path}") is Verdict.DONE
     page = path.read_text(encoding="utf-8")
-    return page, unescape(re.sub(r"<[^>]*>", "", page.partition("<pre>")[2]))
+    return page, unescape(re.sub(r"<[^>]*>", "", page.partition("<body>")[2]))
 
 
 def words(text: str) -> str:

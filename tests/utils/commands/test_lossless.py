@@ -36,11 +36,11 @@ def test_correct_strategies_pass(rule: str, view: Screen, tmp_path: Path) -> Non
     rows = {row["strategy"]: row for row in record["findings"]}
     assert list(rows) == ["speculative", "ngram", "target", "drafter"]
     for name in ("speculative", "ngram", "target"):
-        assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 120 and rows[name]["freedom"] >= 5
+        assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 120 and rows[name]["cells"] >= 6
         assert rows[name]["verdict"] == NO_DIFFERENCE
     assert rows["drafter"]["verdict"] == OTHER
-    assert rows["ngram"]["statistic"] == rows["target"]["statistic"]  # exactly the same draws
-    assert (rows["speculative"]["statistic"] == rows["target"]["statistic"]) == (rule == "coupled")
+    assert rows["ngram"]["p_value"] == rows["target"]["p_value"]  # exactly the same draws
+    assert (rows["speculative"]["p_value"] == rows["target"]["p_value"]) == (rule == "coupled")
     assert "p-value" in view.take()[0]
 
 

@@ -124,7 +124,7 @@ def test_a_sweep_runs_all_values_in_turns_and_keeps_the_setting(
     assert order[18:] == [(gamma, name) for gamma in (2, None, 0) for name in (*NAMES[1:], NAMES[0])]
     rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
     assert [row["setting"] for row in rows[::3]] == ["gamma 0", "gamma 2", "gamma auto"] and len(rows) == 9
-    assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_as_target"] for row in rows)
+    assert rows[0]["drafted"] == 0 < rows[3]["drafted"] and all(row["same_texts"] for row in rows)
     assert all(len(row["tokens_per_second"]) == len(row["speedups"]) == 2 for row in rows)
 
 

@@ -111,7 +111,7 @@ def test_the_text_of_a_setting_never_becomes_a_command(view: Screen, tmp_path: P
 )
 def test_texts_that_look_like_something_else_are_restored(view: Screen, tmp_path: Path, text: str) -> None:
     session, file = open_session(view), tmp_path / "file"
-    session._loaded.settings.change(replace(session.settings, system=text))  # as from a config file
+    session._loaded.change(replace(session.settings, system=text))  # as from a config file
     for line in (f"/save {file}", "/system default", f"/run {file}"):
         assert session.handle(line) is Verdict.DONE
     assert session.settings.system == text
@@ -151,17 +151,17 @@ ALL_SETTINGS = st.builds(
 def test_any_settings_are_restored(tmp_path: Path, count: int) -> None:
     session, file = open_session(screen()), tmp_path / "file"
     # The conditions of a session in which nothing is measured.
-    settings = session._loaded.settings
+    loaded = session._loaded
 
     @hypothesis.settings(max_examples=count, deadline=None)
     @hypothesis.given(ALL_SETTINGS, ALL_SETTINGS)
     def restore(chosen: Settings, other: Settings) -> None:
-        settings.change(chosen)
-        chosen = settings.current
+        loaded.change(chosen)
+        chosen = loaded.settings
         assert session.handle(f"/save {file} overwrite") is Verdict.DONE
-        settings.change(other)
+        loaded.change(other)
         assert session.handle(f"/run {file}") is Verdict.DONE
-        assert settings.current == chosen
+        assert loaded.settings == chosen
 
     restore()
 

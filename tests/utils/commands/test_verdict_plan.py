@@ -160,7 +160,7 @@ def test_on_a_very_slow_machine_there_is_an_answer(
     Runs(monkeypatch, lambda strategy, step: 9.0)
     session = session_of(view, tmp_path)
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS * 3)}")
-    assert row["drafter_kind"] == "model" and "no time to replay: n-gram" in shown
+    assert row["drafter_kind"] == "model" and "no time to replay: prompt lookup, " in shown
     assert row["passes"] == 1 and row["prompts"] == 6
 
 

@@ -24,10 +24,9 @@ def test_tails_of_the_chi_square_distribution(statistic: float, freedom: int, ta
 def test_small_cells_are_merged() -> None:
     probs = torch.tensor([0.5, 0.3, 0.1, 0.04, 0.03, 0.03, 0.0])
     result = fit({0: 50, 1: 30, 2: 10, 3: 4, 4: 3, 5: 3}, probs)
-    assert (result.draws, result.matches, result.cells, result.freedom) == (100, 100, 4, 3)
-    assert result.statistic == pytest.approx(0, abs=1e-6) and result.p_value == pytest.approx(1)
+    assert (result.draws, result.matches, result.cells) == (100, 100, 4) and result.p_value == pytest.approx(1)
     result = fit({0: 20, 1: 12, 2: 8}, probs[[0, 1, 2]] / 0.9)
-    assert result.cells == 2 and result.freedom == 1  # 4.4 is too small, and is merged with the smallest other cell
+    assert result.cells == 2  # 4.4 is too small, and is merged with the smallest other cell
     assert fit({6: 1, 0: 99}, probs).p_value == 0.0 and fit({6: 1, 0: 99}, probs).matches == 99
     assert fit({0: 9}, torch.tensor([1.0, 0.0])).p_value is None
     assert fit({0: 2}, probs).cells == 1

@@ -24,7 +24,7 @@ from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.metrics.results import DraftTrace, DraftTracer, RoundTiming, collect, rank
 from utils.repl.repl_session import Verdict
-from utils.screen.run_view import RATIO_LEVELS, legend, round_pieces, show_round, trace_lines
+from utils.screen.run_view import LEGEND, RATIO_LEVELS, round_pieces, show_round, trace_lines
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 
@@ -122,10 +122,7 @@ def test_shapes_show_the_ratio_without_colour() -> None:
     traces = [trace(p, 0.5, target_token=5) for p in (0.6, 0.3, 0.1)] + [trace(0.01, 0.5)]
     pieces = round_pieces(Step((5, 5, 5, 5, 6), 3, 9), None, traces)
     assert [text for text, _ in pieces] == ["+5●", "+5◕", "+5◑", "-5○", "-6", "=9"]
-    assert [colour for _, colour in pieces[:4]] == [level[3] for level in RATIO_LEVELS]
-    assert [text[-1] for text, _ in round_pieces(Step((5, 5, 5, 5), 3, 9), None, traces, ascii_only=True)[:4]] == list(
-        "@o:."
-    )
+    assert [colour for _, colour in pieces[:4]] == [level[2] for level in RATIO_LEVELS]
 
 
 def test_a_rejected_draft_is_explained() -> None:
@@ -143,8 +140,7 @@ def test_full_debug_in_a_session(view: Screen) -> None:
     for line in ("/length 20", "/debug full", "one two one two"):
         assert session.handle(line) is Verdict.DONE
     shown = view.take()[0]
-    explained = legend(ascii_only=False)
-    assert explained in shown and "p/q" in shown.replace(explained, "") and "hits: " in shown
+    assert LEGEND in shown and "p/q" in shown.replace(LEGEND, "") and "hits: " in shown
     session.handle("/debug on")
     session.handle("one two one two")
     assert "p/q" not in view.take()[0] and session.settings.debug == "on"

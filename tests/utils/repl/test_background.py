@@ -50,7 +50,7 @@ def test_a_line_waits_for_the_warm_up_behind_the_prompt(view: Screen) -> None:
     gate = Event()
     session = recording_session(view, made, gate, interactive=True)
     session.introduce()
-    assert session._loaded.warming.is_running and session.status()
+    assert session._loaded.warming.is_alive() and session.status()
     gate.set()
     assert session.handle("hello") is Verdict.DONE
     assert made == ["warm-up behind", "end", "run", "end"]
@@ -70,7 +70,7 @@ def test_a_command_that_uses_no_model_does_not_wait_for_the_warm_up(view: Screen
     try:
         with mock.patch.object(BackgroundTask, "wait", side_effect=AssertionError):
             assert session.handle(line) is verdict, view.take()
-            assert session._loaded.warming.is_running
+            assert session._loaded.warming.is_alive()
             assert session.handle("/gamma 3") is Verdict.FAILED, "anything else waits"
     finally:
         gate.set()
@@ -109,7 +109,7 @@ def test_the_end_of_the_session_ends_the_warm_up(view: Screen) -> None:
     warming._stopped.set()
     gate.set()
     session.close()
-    assert not warming.is_running and made == ["warm-up behind"], "it ended before the run did"
+    assert not warming.is_alive() and made == ["warm-up behind"], "it ended before the run did"
 
 
 def test_a_warm_up_that_is_stopped_begins_no_further_run(view: Screen) -> None:

@@ -12,21 +12,21 @@ import pytest
 from fakes import Screen, open_session, table_pair, tiny_pair
 from turns import START, A, handled, jobs_of, rendered
 
-from utils.commands.setting_commands import FORGOTTEN, NO_CONVERSATION, NO_EFFECT
+from utils.commands.setting_commands import FORGOTTEN, NO_EFFECT
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.prompts.conversation import prompt_ids
-from utils.repl.loaded_pair import CONVERSATION_ENDED, CONVERSATION_LOST
+from utils.repl.loaded_pair import CONVERSATION_ENDED
 from utils.repl.repl_session import TURN_NOT_KEPT, Verdict
 
 
 def test_reset_forgets_and_reports_how_much(view: Screen) -> None:
     session = open_session(view)
     handled(session, "/turns new")
-    assert NO_CONVERSATION in (message := view.take()[1]) and "/turns on" in message
+    assert FORGOTTEN.format("0 turns") in view.take()[1]
     handled(session, *START, "/turns new", "Hello", "And why?")
-    assert f"{NO_CONVERSATION}\n" in view.take()[1] and "| turn 2 |" in session.status()
+    assert FORGOTTEN.format("0 turns") in view.take()[1] and "| turn 2 |" in session.status()
     handled(session, "/turns new")
     assert view.take()[1].strip() == FORGOTTEN.format("2 turns") and "turn " not in session.status()
     handled(session, "Hello")
@@ -142,7 +142,7 @@ def test_other_models_start_a_new_conversation_and_a_failed_load_forgets_nothing
     assert session.handle("/load target=nowhere") is Verdict.FAILED and "forgotten" not in view.take()[1]
     assert len(session.harness.state.conversations) == 2
     handled(session, "/load target=there")
-    assert CONVERSATION_LOST.format("2 turns") in view.take()[1] and session.settings.turns
+    assert CONVERSATION_ENDED.format("2 turns") in view.take()[1] and session.settings.turns
     handled(session, "Hello", "/load target=there")
     handled(session, "Hello")
     assert jobs_of(session)["target"].turn == 0

@@ -162,8 +162,6 @@ def completions(text: str) -> list[Completion]:
         ("/debug o", ["on", "off"]),
         ("/processor top", ["topk", "topknucleus"]),
         ("/ngram k", ["kind", "keep"]),
-        ("/ngram kind ", ["kind basic", "kind onelevel"]),
-        ("/ngram keep o", ["keep on", "keep off"]),
         ("/pair ", ["list", "doctor"]),
         ("/turns n", ["new"]),
         ("/top_k_", []),
@@ -191,7 +189,6 @@ def test_every_value_has_its_own_description() -> None:
             assert all(meanings) and (len(set(meanings)) == len(meanings) or command.name == "load"), command.name
     processors = [(word.text, word.display_meta_text) for word in completions("/processor ")]
     assert len(processors) == 5 and all("T" in meaning for _, meaning in processors)
-    assert completions("/ngram kind ")[0].display_text == "basic"
 
 
 def test_names_of_files_are_completed(tmp_path: Path) -> None:

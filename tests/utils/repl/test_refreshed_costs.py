@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 from fakes import Screen, open_session
 
+from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.config.value_types import Limits
 from utils.engine import engine
 from utils.metrics.costs import Costs
-from utils.repl.loaded_pair import SessionSettings
+from utils.repl.loaded_pair import LoadedPair
 from utils.repl.repl_session import ReplSession
 
 
@@ -52,7 +52,7 @@ def test_costs_that_are_off_by_a_third_are_measured_again(
     monkeypatch.setattr(engine, "times_have_changed", now(busy, wide))
     monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
     before = session.settings
-    session._loaded.settings.refresh_costs(lambda: False)
+    session._loaded.refresh_costs(lambda: False)
     assert session.pair.engine.step_seconds == (2e-3 if again else 1e-3)
     assert session.settings.costs is not None and (session.settings.costs.verify == (0.5, 0.6)) is again
     assert replace(session.settings, costs=before.costs) == before
@@ -64,11 +64,11 @@ def test_typed_costs_and_those_of_this_start_are_left_alone(
 ) -> None:
     check = mock.Mock(return_value=True)
     monkeypatch.setattr(engine, "times_have_changed", check)
-    settings = session._loaded.settings
-    settings.current = replace(settings.current, costs=Costs.of((0.9,), {}))
-    settings.refresh_costs(lambda: False)
+    loaded = session._loaded
+    loaded.settings = replace(loaded.settings, costs=Costs.of((0.9,), {}))
+    loaded.refresh_costs(lambda: False)
     session.pair.engine.has_stored_costs = False
-    settings.refresh_costs(lambda: False)
+    loaded.refresh_costs(lambda: False)
     assert not check.called and session.settings.costs == Costs.of((0.9,), {})
 
 
@@ -83,7 +83,7 @@ def test_the_end_of_the_program_does_not_wait_for_a_measurement(
 
     monkeypatch.setattr(engine, "verify_costs", measure)
     report, before = session.pair.engine.report, session.settings
-    session._loaded.settings.refresh_costs(lambda: True)
+    session._loaded.refresh_costs(lambda: True)
     assert session.pair.engine.report == report and session.settings == before
 
 
@@ -103,16 +103,15 @@ def test_an_interactive_start_measures_costs_behind_the_prompt(
     measured, own = list[bool](), session.pair.engine
     monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
 
-    def start(settings: Settings, *, anew: bool = False) -> None:
+    def start(harness: Harness, settings: Settings, *, anew: bool = False) -> None:
         measured.append(not own.defers_costs)
         own.step_seconds, own.costs = (1e-3, (0.1, 0.2)) if measured[-1] else (0.0, ())
 
-    harness = mock.Mock(wraps=session.harness, has_pair=True, pair=session.pair, state=session.harness.state)
-    harness.start_engine = start
+    monkeypatch.setattr(Harness, "start_engine", start)
     typed = Costs.of((0.9,), {})
     for defers, costs in ((False, None), (True, typed), (True, None)):
-        settings = SessionSettings(harness, Limits(), Settings(costs=costs), lambda line: None, defers_costs=defers)
-    assert measured == [True, True, False] and settings.current.costs is None and not own.defers_costs
-    settings.measure_costs(lambda: False)
-    assert settings.current.costs is not None and settings.current.costs.verify == (0.5, 0.6)
-    settings.measure_costs(lambda: pytest.fail("they are known"))
+        loaded = LoadedPair(session.pair, session._tools, Settings(costs=costs), defers_costs=defers)
+    assert measured == [True, True, False] and loaded.settings.costs is None and not own.defers_costs
+    loaded.measure_costs(lambda: False)
+    assert loaded.settings.costs is not None and loaded.settings.costs.verify == (0.5, 0.6)
+    loaded.measure_costs(lambda: pytest.fail("they are known"))

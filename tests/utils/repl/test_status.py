@@ -8,8 +8,9 @@ from fakes import Screen
 from servers.loopback import Loopback
 from servers.server_sessions import server_session
 
+from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.repl.status import changed_switches
+from utils.repl.status import status_line
 from utils.servers.address import ServerAddress
 
 
@@ -18,7 +19,9 @@ from utils.servers.address import ServerAddress
     [({"cache": False}, "cache off"), ({"debug": "on"}, "debug on"), ({}, "")],
 )
 def test_settings_that_are_easily_forgotten_are_shown(changes: dict[str, Any], part: str) -> None:
-    assert changed_switches(replace(Settings(), **changes)) == [part] * bool(part)
+    settings = replace(Settings(), **changes)
+    shown = status_line(None, settings, Harness.of(None, settings).state)
+    assert shown == " | ".join(["no model", "processor greedy", *[part] * bool(part)])
 
 
 def test_servers_and_their_speeds_are_shown(view: Screen) -> None:

@@ -71,7 +71,7 @@ def test_a_text_may_be_cut_at_any_character(text: str, start: int) -> None:
 )
 def test_lines_are_wrapped_between_words_however_the_text_is_split(parts: list[str], width: int, size: int) -> None:
     text = "".join(parts)
-    pieces = [(text[start : start + size], Mark((start // size) % 2 + 1)) for start in range(0, len(text), size)]
+    pieces = [(text[start : start + size], [*Mark][(start // size) % 2]) for start in range(0, len(text), size)]
     shown = wrapped(pieces, width)
     single = wrapped([(text, Mark.TEXT)], width)
     assert plain_text(shown) == plain_text(single)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from io import BytesIO, TextIOWrapper
-
 import pytest
 from fakes import screen
-from rich.console import Console
-
-from utils.screen.renderer import Renderer
 
 HEADINGS = ("strategy", "tokens/s", "lowest - highest", "verdict")
 ROWS = [("speculative", "30.9", "28.1 - 33.7", "within noise"), ("target", "23.6", "20.0 - 25.0", "the baseline")]
@@ -39,15 +34,3 @@ def test_no_word_of_a_table_is_broken(headings: tuple[str, ...], rows: list[tupl
     words = shown.split()
     for text in (*headings, *(cell for row in rows for cell in row)):
         assert all(word in words for word in text.split()), (width, text)
-
-
-def test_frames_are_ascii_on_an_ascii_screen() -> None:
-    file = TextIOWrapper(BytesIO(), encoding="ascii")
-    renderer = Renderer(*[Console(file=file, width=80)] * 2, colour=False)
-    renderer.data("┌─┐│·└┤ text")
-    renderer.result("a · b")
-    file.flush()
-    assert file.buffer.getvalue() == b"+-+|-++ text\na - b\n"
-    view = screen()
-    view.renderer.data("┌─┐│·└┤")
-    assert view.take()[0] == "┌─┐│·└┤\n"

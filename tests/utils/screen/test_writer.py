@@ -102,6 +102,7 @@ def test_no_line_leaves_its_progress_on_the_screen(monkeypatch: pytest.MonkeyPat
     """The models are still being warmed up, and the line itself shows nothing."""
     view = screen(colour=True)
     session = open_session(view)
-    monkeypatch.setattr(BackgroundTask, "is_running", property(lambda task: True))
+    monkeypatch.setattr(BackgroundTask, "is_alive", lambda task: True)
+    monkeypatch.setattr(BackgroundTask, "wait", lambda task: None)
     assert session.handle("/quit") is Verdict.QUIT
     assert view.messages.getvalue() and Terminal(view.messages.getvalue()).lines == [""]

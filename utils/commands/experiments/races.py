@@ -5,7 +5,7 @@ of a prompt only. What Ctrl-C or an error ends keeps the finished prompts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
 from utils.decode.model_session import ModelSession
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.metrics.results import Comparison
 from utils.prompts.conversation import Turn, Turns
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -93,10 +93,8 @@ class RaceItem:
         runs: list[Run] = []
         history = self.history
         for text in (self.prompt.text, *self.prompt.later) if self.settings.uses_chat else (self.prompt.text,):
-            try:
+            with naming(f"Turn {len(runs) + 1}") if runs else nullcontext():
                 runs.append(complete(arm.run(text, self.settings, history)))
-            except UserError as error:
-                raise UserError(f"Turn {len(runs) + 1}: {error}") if runs else error from error
             history = (*history, Turn(text, runs[-1].text))
         return tuple(runs)
 
@@ -117,7 +115,6 @@ class RaceResult:
 
     @classmethod
     def of(cls, item: RaceItem, repeat: int, runs: Sequence[tuple[Arm, tuple[Run, ...]]]) -> list[Self]:
-        """The results of all arms, from their runs."""
         results = []
         for arm, ours in runs:
             theirs = next((turns for _, turns in runs if turns[0].name == ours[0].baseline), ())
@@ -149,12 +146,11 @@ class RaceResult:
 def pooled_run(runs: Sequence[Run]) -> Run:
     """The counts and the seconds of several answers of one arm as those of one run.
 
-    A count is unknown if one answer's is. Drafts are unknown if an answer's figures are not its own. An answer without
-    figures among others with figures had no drafts, and as many forward passes as tokens.
+    A count is unknown if one answer's is. An answer without figures of drafts among others with figures had no drafts,
+    and as many forward passes as tokens, unless its figures are not its own.
     """
-    if any(run.acceptance is not None and not run.acceptance.valid for run in runs):
-        runs = [replace(run, drafted=None, accepted=None, target_forwards=None) for run in runs]
-    elif any(run.drafted is not None for run in runs):
+    are_own = all(run.acceptance is None or run.acceptance.valid for run in runs)
+    if are_own and any(run.drafted is not None for run in runs):
         runs = [
             replace(run, drafted=0, accepted=0, target_forwards=run.new_tokens) if run.drafted is None else run
             for run in runs
@@ -292,7 +288,7 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
         (True, ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"]))),
         (both, figure("acceptance", "acceptance_rate", "{:.3f}", drop=6)),
         (both, figure("tokens/forward", "tokens_per_target_forward", "{:.2f}", drop=2 if servers else 0)),
-        (both, ResultColumn("text", _same_text)),
+        (both, SAME_TEXT),
         (not both, figure("verdict", "verdict")),
     ]
     return ResultTable(*(column for shown, column in columns if shown))
@@ -300,6 +296,9 @@ def race_table(items: Sequence[RaceItem], *, servers: bool = False) -> ResultTab
 
 def _same_text(row: Row) -> str:
     return f"same {row['same_texts']}/{row['compared_texts']}" if row["compared_texts"] else NOTHING
+
+
+SAME_TEXT = ResultColumn("text", _same_text)
 
 
 def spread(heading: str, key: str, form: str, *, scale: float = 1, drop: int = 0) -> ResultColumn:

@@ -18,7 +18,7 @@ from utils.comparison.records import Report
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.config.value_types import Limits
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.models.sources import parse_path
 from utils.pairs.pair import Pair
 from utils.pairs.request import PAIRS, PairRequest, PairSpec
@@ -129,7 +129,7 @@ class Command:
     `usage` is the argument as /help shows it, and `summary` has at most 39 characters. `rank` is its place on the first
     page of /help, from 1; commands with 0 are only on /help all. `syntax` has a row for each form, if the usage does
     not cover them, and `current` is the value of a setting. `words` complete the argument, and a file name does after a
-    beginning in `files`. `free_text` may begin with "=". A command that runs `at_once` uses no models.
+    beginning in `files`. A command that runs `at_once` uses no models.
     """
 
     name: str
@@ -144,7 +144,6 @@ class Command:
     current: Callable[[Settings], str] = lambda settings: ""
     words: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
-    free_text: bool = False
     at_once: bool = False
 
     @property
@@ -152,18 +151,13 @@ class Command:
         return f"/{self.name} {self.usage}".strip()
 
 
-class CommandError(UserError):
-    """A UserError that already names its command."""
-
-
-def _parts(line: str) -> tuple[str, str, str]:
-    """The name, the separator and the argument of a line that begins with a slash."""
+def _parts(line: str) -> tuple[str, str]:
+    """The name and the argument of a line that begins with a slash; "=" may stand between them."""
     # DOTALL, because an argument may have several lines. The pattern matches every line.
-    match = re.fullmatch(r"/?([^\s=]*)(=|\s|$)(.*)", line.lstrip(), re.DOTALL)
+    match = re.fullmatch(r"/?([^\s=]*)\s*=?(.*)", line.lstrip(), re.DOTALL)
     assert match is not None
-    name, separator, argument = match.groups()
-    name, _, words = ALIASES.get(name.lower(), name.lower()).partition(" ")
-    return name, separator, f"{words} {argument}" if words else argument
+    name, _, words = ALIASES.get(match[1].lower(), match[1].lower()).partition(" ")
+    return name, f"{words} {match[2]}".strip()
 
 
 class Registry:
@@ -181,18 +175,12 @@ class Registry:
 
     def run(self, line: str, context: CommandContext) -> Outcome:
         """Run a line that begins with a slash. Raises UserError for an unknown command or an invalid argument."""
-        name, separator, argument = _parts(line)
+        name, argument = _parts(line)
         command = self.find(name)
-        if separator != "=" and not command.free_text:
-            argument = re.sub(r"^\s*=", "", argument)  # as in "/gamma = 3"
-        if not command.usage and argument.strip():
-            raise CommandError(f"/{command.name} takes no argument, but got '{argument.strip()}'.")
-        try:
-            return command.run(argument.strip(), context)
-        except CommandError:
-            raise
-        except UserError as error:
-            raise CommandError(f"/{command.name}: {error}") from error
+        if argument and not command.usage:
+            raise UserError(f"/{command.name} takes no argument, but got '{argument}'.")
+        with naming(f"/{command.name}"):
+            return command.run(argument, context)
 
     def is_at_once(self, line: str) -> bool:
         """Whether a line that begins with a slash can run while another thread uses the models."""
@@ -206,8 +194,8 @@ class Registry:
         if name in self._commands:
             return self._commands[name]
         if not name:
-            raise CommandError("Type the name of a command after the slash; /help lists them.")
-        raise CommandError(
+            raise UserError("Type the name of a command after the slash; /help lists them.")
+        raise UserError(
             f"There is no command /{name}; {self._hint(name)}. "
             f"({QUOTES}TEXT{QUOTES} sends a text that begins with a slash.)"
         )

@@ -51,7 +51,7 @@ REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt 
 TRIED = 3  # maximum number of candidates that are run
 WORTH_TRYING = 0.8  # minimum prediction, relative to the best one
 FIXED_GAMMA_PENALTY = 0.05
-NAMES = {  # in the order of the replay
+NAMES = {
     MODEL: "the drafter model",
     HEAD: "the head",
     "ngram": "n-gram assisted decoding",
@@ -177,7 +177,7 @@ class DrafterSelection:
         yield from self._replay_all()
         best = best_of_each(self.candidates, self.harness.pair)
         self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
-        trial = replace(self.settings, length=min(self.length, TUNING_TOKENS))
+        trial = replace(self.settings, length=self.length)
         if len(self.tried) > 1:
             arms = (((self.harness.arm(one.strategy),), replace(trial, gamma=one.gamma)) for one in self.tried)
             prompts = dict(enumerate(self.prompts, start=1))
@@ -238,30 +238,25 @@ class DrafterSelection:
         self._run(prompt, self.harness.baseline, probe)
         timed = self._run(prompt, self.harness.baseline, probe)
         self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
-        self.length = run_length(self.step, self.settings.length)
+        self.length = min(TUNING_TOKENS, run_length(self.step, self.settings.length))
 
     def _find_strategies(self) -> None:
         """The strategies that can draft here, and the settings with all their costs. Unknown costs are measured."""
         loaded = (LOADED, CHAIN) if self.harness.pair.drafter is not None else ()
         words: list[str] = []
-        for word in dict.fromkeys((*loaded, *self.settings.drafter_kind, *WITHOUT_DRAFTER)):
-            if word in (LOADED, CHAIN) and not loaded:
-                continue
+        kinds = (word for word in self.settings.drafter_kind if loaded or word not in (LOADED, CHAIN))
+        for word in dict.fromkeys((*loaded, *kinds, *WITHOUT_DRAFTER)):
             try:
                 self.settings = with_costs(self.harness, replace(self.settings, drafter_kind=(word,)))
                 words.append(word)
             except UserError as error:
                 self.problems.setdefault(str(error), []).append(word)
         self.settings = replace(self.settings, drafter_kind=tuple(words))
-        known = [LOADED, *NAMES]  # most users want to know about the loaded drafter
-        # A chain comes last, because its replay takes the longest.
-        self.strategies = sorted(
-            (strategy for strategy in self.harness.runnable(self.settings) if strategy.drafts),
-            key=lambda one: (one.word == CHAIN, known.index(one.word) if one.word in known else len(known)),
-        )
+        drafting = [strategy for strategy in self.harness.runnable(self.settings) if strategy.drafts]
+        self.strategies = sorted(drafting, key=lambda one: one.word == CHAIN)  # its replay takes the longest
 
-    def _run(self, prompt: Prompt, strategy: Strategy, length: int, gamma: int | None = None) -> Generation:
-        settings = replace(requested(self.settings, prompt), gamma=gamma, length=length)
+    def _run(self, prompt: Prompt, strategy: Strategy, length: int) -> Generation:
+        settings = replace(requested(self.settings, prompt), gamma=None, length=length)
         run = complete(self.harness.arm(strategy).run(prompt.text, settings))
         assert run.generation is not None
         return run.generation
@@ -272,12 +267,11 @@ class DrafterSelection:
                 break
             where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
             yield Progress(f"{where} ...")
-            length = min(self.length, TUNING_TOKENS)
-            run = self._run(prompt, self.harness.baseline, length)
+            run = self._run(prompt, self.harness.baseline, self.length)
             if len(run.steps) > 1:
                 settings = requested(self.settings, prompt)
                 ids = self.harness.prompt_ids(prompt.text, settings)
-                job = self.harness.job(ids, replace(settings, length=length))
+                job = self.harness.job(ids, replace(settings, length=self.length))
                 self.predicted.append((yield from self._replay(job, run, where)))
         if not self.predicted:
             remedy = "raise /length" if self.length < 2 else "use prompts with longer answers"
