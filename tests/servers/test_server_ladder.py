@@ -78,6 +78,13 @@ def test_local_strategies_and_servers_have_a_ladder_each(
     assert {name for name, _ in climbed(tmp_path, "ladder")[0]} == {"speculative", "ngram", "target"}
 
 
-def test_servers_need_a_baseline(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+def test_a_server_without_a_baseline_has_its_acceptance(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    count_tokens(two[0], drafts=True)
     session = server_session(view, addresses(two)[0], records=tmp_path / "r.jsonl")
-    assert session.handle("/ladder 128") is Verdict.FAILED and "baseline=NAME" in view.take()[1]
+    assert session.handle("/ladder 128") is Verdict.DONE, view.take()
+    rows, conclusion = climbed(tmp_path)
+    row = rows["server plain", 128]
+    assert row["acceptance_rate"] == 0.5 and row["speedup"] is None and "baseline=NAME" in conclusion
+    assert "0.50" in view.take()[0], "the row is shown"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from utils.bounds import RealRange, WholeRange
+from utils.bounds import RealRange, WholeRange, parse_tokens
 from utils.errors import UserError, check_choice
 from utils.files import read_text
 from utils.models.sources import cached_folder, parse_path
@@ -300,11 +300,6 @@ def _point(k: int, text: str) -> tuple[float, float | None]:
     return _speed(speed), RealRange("tokens per round", 1, k + 1).parse(length) if at else None
 
 
-def _context(text: str) -> int:
-    number = WholeRange(1, 10**6).parse(text.lower().removesuffix("k"))
-    return number * 1024 if text.lower().endswith("k") else number
-
-
 def _device(text: str) -> str:
     plain = {re.sub("[-_ ]", "", name).lower(): name for name in DEVICES}
     return plain.get(re.sub("[-_ ]", "", text).lower()) or check_choice(text.upper(), tuple(DEVICES), "device")
@@ -314,7 +309,7 @@ PARTS: dict[str, Callable[[str], Any]] = {
     "on": _device,
     "target": str,
     "batch": BATCH.parse,
-    "context": _context,
+    "context": parse_tokens,
     "weights": lambda text: check_choice(text.lower(), tuple(WEIGHTS), "format"),
     "plain": _speed,
     **{f"k{k}": partial(_point, k) for k in range(1, MOST_DRAFTS + 1)},
