@@ -71,6 +71,20 @@ class RealRange:
         return self.check(float(text))
 
 
+K = 1024
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, such as 512 or 8k, which is 8,192. Raises UserError for anything else."""
+    number = WholeRange(1, 10**6).parse(text.lower().removesuffix("k"))
+    return number * K if text.lower().endswith("k") else number
+
+
+def short_tokens(count: int) -> str:
+    """The inverse of `parse_tokens`."""
+    return f"{count // K}k" if count % K == 0 else str(count)
+
+
 MAX_SEED = 2**32 - 1
 MAX_GAMMA = 63
 AUTO_GAMMA = 16  # maximum number of drafts per round where gamma is chosen automatically

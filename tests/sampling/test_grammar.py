@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage
 from sampling import RULES, AdaptiveGamma, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
+from sampling.beam_search import BeamWidth, beam_search_steps
 from utils.comparison.arms import LocalArm, ids_of
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
@@ -199,6 +200,18 @@ def test_an_id_that_is_left_over_can_be_drawn() -> None:
     """A drafter may lack it."""
     logits = grammar().masked(torch.full((1, SIZE), -torch.inf), [])
     assert logits[0].isfinite().nonzero().tolist() == [[A]]
+
+
+def test_beams_are_the_best_texts_that_the_grammar_allows() -> None:
+    """With a beam for every text and scores without a penalty, the likeliest one of all; with few beams, an allowed
+    one.
+    """
+    texts = masked_probs(SAMPLERS[0])
+    assert len(texts) == len({*texts}) < 64
+    for width in (BeamWidth(1, 1), BeamWidth(2, 3), BeamWidth(64, SIZE, alpha=0.0)):
+        found = tuple(tokens_of(beam_search_steps(PROMPT, target_session(), plan_of(), width)))
+        assert found in texts
+    assert found == max(texts, key=texts.__getitem__)
 
 
 def test_drafts_end_before_the_first_forbidden_token() -> None:

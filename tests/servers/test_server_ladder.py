@@ -1,4 +1,7 @@
-"""/ladder with servers: prompts by the server's own count of tokens, acceptance from its own counters, and refusals."""
+"""/ladder with servers: prompts by the server's own count of tokens, acceptance from its own counters, and refusals.
+
+The points of /whatif on= from the same counters.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from fakes import Screen, records_of, table_pair
 from servers.loopback import Faults, Loopback
 from servers.server_sessions import count_tokens, server_session
 
+from utils.commands import whatif
+from utils.commands.experiments.other_hardware import Deployment, Shape
 from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
+from utils.servers.kinds.completion import ServerCompletion
 from utils.servers.kinds.vllm import VllmKind
 
 
@@ -78,6 +84,39 @@ def test_local_strategies_and_servers_have_a_ladder_each(
     assert {name for name, _ in climbed(tmp_path, "ladder")[0]} == {"speculative", "ngram", "target"}
 
 
-def test_servers_need_a_baseline(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
+def test_a_server_without_a_baseline_has_its_acceptance(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
+) -> None:
+    count_tokens(two[0], drafts=True)
     session = server_session(view, addresses(two)[0], records=tmp_path / "r.jsonl")
-    assert session.handle("/ladder 128") is Verdict.FAILED and "baseline=NAME" in view.take()[1]
+    assert session.handle("/ladder 128") is Verdict.DONE, view.take()
+    rows, conclusion = climbed(tmp_path)
+    row = rows["server plain", 128]
+    assert row["acceptance_rate"] == 0.5 and row["speedup"] is None and "baseline=NAME" in conclusion
+    assert "0.50" in view.take()[0], "the row is shown"
+
+
+def test_a_server_gives_the_points_of_a_prediction(
+    two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for server in two:
+        count_tokens(server, drafts=server is two[1])
+    monkeypatch.setattr(whatif, "StepwiseDrafter", object)
+    session = server_session(
+        view, *addresses(two), pair=table_pair(), monkeypatch=monkeypatch, records=tmp_path / "r.jsonl"
+    )
+    monkeypatch.setattr(
+        ServerCompletion,
+        "decode_tokens_per_second",
+        property(lambda answer: 120.0 if answer.acceptance and answer.acceptance.drafted else 100.0),
+    )
+    for line in ("Hello there", "/whatif on=H100 target=8B from=spec"):
+        assert session.handle(line) is Verdict.DONE, view.take()
+    shown = view.take()[0]
+    assert "plain 100, k2 120 tokens/s" in shown
+    *runs, report = records_of(tmp_path / "r.jsonl")
+    length = next(run["new_tokens"] / run["target_forwards"] for run in runs if run["strategy"] == "server spec")
+    ratio = Deployment(Shape(8e9, 8e9), "H100", plain=100.0, points={2.0: (120.0, length)}).ratio({})
+    for row in report["findings"]:
+        assert row["predicted_speedup"] == pytest.approx(row["tokens_per_round"] / ratio(row["gamma"]))
+    assert session.handle("/whatif on=H100 target=8B from=plain") is Verdict.FAILED and "with drafts" in view.take()[1]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, log
+from operator import truediv
 from statistics import fmean, geometric_mean, variance
 from typing import Any
 
@@ -25,13 +26,13 @@ from utils.metrics.intervals import Interval, speedup_interval
 from utils.servers.address import TARGET
 from utils.text import count_of
 
-PERCENT, REPEATS = 5.0, 5
+PERCENT, REPEATS = "5", "5"
 SUMMARY = "GITHUB_STEP_SUMMARY"  # names the file to which GitHub Actions lets a step append Markdown
 PASSED, WORSE, UNDECIDED, REFERENCE = "passed", "worse", "not distinguishable", "reference"
 WORDS = {0: "passed", 1: "FAILED", 3: "not distinguishable"}
 SPEEDUP, SPEED = "speed-up over target-only", "tokens/s"
 RECORD_MORE = "at least 5 recorded runs of a prompt, or 5 prompts, are needed: append more runs to the file"
-Passes = Sequence[Mapping[int, records.RecordedRun]]  # the runs of each pass, by the line of their record
+Runs = Mapping[int, records.RecordedRun]  # by the line of their record
 
 
 def _accepted(row: Row) -> str:
@@ -65,107 +66,95 @@ def verdict_of(interval: Interval, floor: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """The runs of one strategy: those of its records, and those of each pass. `references` has the line of the
-    target's run for each line, or nothing. In the lines of `repeatable` nothing differs that could change a text.
+    """The runs of one strategy: `past` has the records, `sides` those and the runs of each pass by line.
+
+    `references` has the line of the target's run for each line, or nothing. In the lines of `repeatable` nothing
+    differs that could change a text.
     """
 
     past: Sequence[records.RecordedRun]
-    recorded: Mapping[int, records.RecordedRun]
-    passes: Passes
+    sides: Sequence[Runs]
     references: Mapping[int, int]
     repeatable: frozenset[int]
 
-    def value(self, runs: Mapping[int, records.RecordedRun], line: int) -> float:
-        """The speed-up of a run, or its tokens/s without a reference."""
-        speed: float = runs[line].row["tokens_per_second"]
-        return speed / (runs[self.references[line]].row["tokens_per_second"] if line in self.references else 1)
-
-    def ratios(self) -> list[list[float]]:
-        """Now over the record for each record of each prompt, averaged over the passes."""
-        now = (geometric_mean(self.value(runs, run.line) for runs in self.passes) for run in self.past)
-        pairs = zip(self.past, now, strict=True)
-        found = records.gathered((run.request, new / self.value(self.recorded, run.line)) for run, new in pairs)
-        return [*found.values()]
+    def values(self, line: int) -> list[float]:
+        """The recorded speed-up and that of each pass, or tokens/s without a reference."""
+        key, other = "tokens_per_second", self.references.get(line)
+        return [runs[line].row[key] / (runs[other].row[key] if other else 1) for runs in self.sides]
 
     def figures(self, floor: float) -> dict[str, Any]:
-        groups = self.ratios()
-        interval = _interval(groups)
-        sides = (self.recorded,), self.passes
-        values = [geometric_mean(self.value(side, run.line) for side in runs for run in self.past) for runs in sides]
+        values = [self.values(run.line) for run in self.past]
+        then, *passes = zip(*values, strict=True)
+        ratios = (geometric_mean(now) / then for then, *now in values)
+        interval = _interval(self.past, ratios)
         verdict = verdict_of(interval, floor)
         return {
             "strategy": self.past[0].row["strategy"],
             "by": SPEEDUP if self.references else SPEED,
-            "runs": f"{len(self.past)} x {len(self.passes)}",
-            "values": values,
+            "runs": f"{len(self.past)} x {len(self.sides) - 1}",
+            "values": [geometric_mean(then), geometric_mean(map(geometric_mean, passes))],
             "ratio": interval.estimate,
             "interval": [interval.low, interval.high] if interval.is_bounded else None,
             "speed": verdict,
-            "more": self.more(interval, floor) if verdict == UNDECIDED else "",
+            "more": more_runs(interval, floor, [now for _, *now in values]) if verdict == UNDECIDED else "",
             **self.acceptance(floor),
             **self.texts(),
         }
 
-    def more(self, interval: Interval, floor: float) -> str:
-        """How many more repeats or records would decide."""
-        if not interval.is_bounded:
-            return RECORD_MORE
-        count, needed = len(self.past), abs(log(interval.estimate / floor)) / log(interval.high / interval.low) * 2
-        # Variances of the mean, in units of that which would decide.
-        spread = [[log(self.value(runs, run.line)) for runs in self.passes] for run in self.past]
-        total = (log(interval.high / interval.low) / 4) ** 2
-        repeats = len(self.passes)
-        now = fmean(map(variance, spread)) / count / repeats if repeats > 1 else total / 2
-        left = total * needed**2 - max(0.0, total - now)
-        if left > 0 and (more := ceil(repeats * now / left) - repeats) <= MOST_REPEATS - repeats:
-            return f"about {count_of(max(1, more), 'more repeat')} would do (--repeats {repeats + max(1, more)})"
-        if needed and (more := ceil(count / needed**2)) <= 20 * count:
-            return f"more repeats would not do, but about {more} recorded runs instead of {count}"
-        return "the loss is too close to the tolerance: choose another one"
-
     def acceptance(self, floor: float) -> dict[str, Any]:
         """Accepted drafts per token: it is decided by counts where the texts are the same, since nothing is random."""
-        pairs = [(run, self.passes[0][run.line]) for run in self.past]
-        counted = [
-            pair
-            for pair in pairs
-            if all(run.row.get("token_ids") and run.row.get("accepted") is not None for run in pair)
-        ]
-        shares = [
-            sum(run.row["accepted"] for run in side) / sum(len(run.row["token_ids"]) for run in side)
-            for side in zip(*counted, strict=True)
-        ]
+        now = [self.sides[1][run.line] for run in self.past]
+        shares = [_accepted_per_token(runs) for runs in (self.past, now)]
         if not any(shares):
             return {"accepted": [None, None], "drafts": NOTHING}
-        if all(_is_same(*pair) for pair in pairs):
+        if all(map(_is_same, self.past, now)):
             return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
         # Half a draft more, so that a text without accepted drafts has a logarithm.
-        rates = [[(run.row["accepted"] + 0.5) / len(run.row["token_ids"]) for run in pair] for pair in counted]
-        groups = records.gathered((pair[0].request, new / old) for pair, (old, new) in zip(counted, rates, strict=True))
-        return {"accepted": shares, "drafts": verdict_of(_interval(groups.values()), floor)}
+        rates = ([_accepted_per_token([run], 0.5) for run in runs] for runs in (now, self.past))
+        return {"accepted": shares, "drafts": verdict_of(_interval(self.past, map(truediv, *rates)), floor)}
 
     def texts(self) -> dict[str, Any]:
         """Texts that equal the record's, and the lines of those that differ although equality is guaranteed: between
         runs in the same circumstances, and from the text of the target.
         """
-        same, wrong = 0, set[int]()
+        same, wrong = 0, list[int]()
         for run in self.past:
-            now = [runs[run.line] for runs in self.passes]
-            same += all(_is_same(run, one) for one in now)
-            target = [runs.get(self.references.get(run.line, 0)) for runs in self.passes]
-            for one, other in zip(now, target, strict=True):
-                unlike_target = other is not None and one.row["repeats_target"] and not _is_same(one, other)
-                if unlike_target or (run.line in self.repeatable and not _is_same(run, one)):
-                    wrong.add(run.line)
-        return {"compared_texts": len(self.past), "same_texts": same, "other_texts_in_lines": sorted(wrong)}
+            now = [(runs[run.line], runs.get(self.references.get(run.line, 0))) for runs in self.sides[1:]]
+            is_same = all(_is_same(run, one) for one, _ in now)
+            unlike_target = any(other and one.row["repeats_target"] and not _is_same(one, other) for one, other in now)
+            same += is_same
+            wrong += [run.line] * (unlike_target or (run.line in self.repeatable and not is_same))
+        return {"compared_texts": len(self.past), "same_texts": same, "other_texts_in_lines": wrong}
 
 
-def _interval(groups: Iterable[Sequence[float]]) -> Interval:
+def more_runs(interval: Interval, floor: float, passes: Sequence[Sequence[float]]) -> str:
+    """How many more repeats or records would decide. `passes` has the values of each record in every pass."""
+    if not interval.is_bounded:
+        return RECORD_MORE
+    count, repeats = len(passes), len(passes[0])
+    needed = abs(log(interval.estimate / floor)) / log(interval.high / interval.low) * 2
+    # Variances of the mean, in units of that which would decide.
+    total = (log(interval.high / interval.low) / 4) ** 2
+    now = fmean(variance(map(log, values)) for values in passes) / count / repeats if repeats > 1 else total / 2
+    left = total * needed**2 - max(0.0, total - now)
+    if left > 0 and (more := ceil(repeats * now / left) - repeats) <= MOST_REPEATS - repeats:
+        return f"about {count_of(max(1, more), 'more repeat')} would do (--repeats {repeats + max(1, more)})"
+    if needed and (more := ceil(count / needed**2)) <= 20 * count:
+        return f"more repeats would not do, but about {more} recorded runs instead of {count}"
+    return "the loss is too close to the tolerance: choose another one"
+
+
+def _interval(runs: Sequence[records.RecordedRun], ratios: Iterable[float]) -> Interval:
     """The interval of ratios by prompt. Those of these prompts vary only by noise, if there are several of each."""
-    known = [*groups]
-    if sum(map(len, known)) < MIN_VALUES:
-        return Interval(geometric_mean(ratio for group in known for ratio in group), 0.0, inf)
-    return speedup_interval(known, these_prompts=min(map(len, known)) > 1)
+    groups = [*records.gathered(zip((run.request for run in runs), ratios, strict=True)).values()]
+    if len(runs) < MIN_VALUES:
+        return Interval(geometric_mean(ratio for group in groups for ratio in group))
+    return speedup_interval(groups, these_prompts=min(map(len, groups)) > 1)
+
+
+def _accepted_per_token(runs: Sequence[records.RecordedRun], further: float = 0.0) -> float:
+    tokens = sum(len(run.row.get("token_ids") or ()) for run in runs)
+    return (sum(run.row.get("accepted") or 0 for run in runs) + further) / max(1, tokens)
 
 
 def _is_same(one: records.RecordedRun, other: records.RecordedRun) -> bool:
@@ -177,46 +166,34 @@ def references(runs: Sequence[records.RecordedRun]) -> dict[int, int]:
     """The line of the nearest run of the target with the same request for the lines of the other strategies. Those of
     a strategy are left out if one of its runs has none.
     """
-    names = ("chat", *records.TASK)
-    targets = [run for run in runs if run.row["strategy"] == TARGET]
-    found, lacking = dict[int, int](), {TARGET}
-    for run in runs:
-        same = [one for one in targets if one.request == run.request and one.values(names) == run.values(names)]
-        if same:
-            found[run.line] = min((one.line for one in same), key=lambda line: abs(line - run.line))
-        else:
-            lacking.add(run.row["strategy"])
-    return {run.line: found[run.line] for run in runs if run.row["strategy"] not in lacking}
+    tasks = {run.line: (run.request, run.values(("chat", *records.TASK))) for run in runs}
+    targets = records.gathered((tasks[run.line], run.line) for run in runs if run.row["strategy"] == TARGET)
+    lacking = {TARGET, *(run.row["strategy"] for run in runs if tasks[run.line] not in targets)}
+    lines = (run.line for run in runs if run.row["strategy"] not in lacking)
+    return {line: min(targets[tasks[line]], key=lambda other: abs(other - line)) for line in lines}
 
 
 @dataclass(slots=True)
 class _Gate:
-    """The records that are gated, and what their passes have measured."""
+    """The records that are gated, and what their passes have measured. Lines that are `refused` fail; those that are
+    `left_out` do not. Both have the lines by reason.
+    """
 
     file: records.RecordsFile
     context: CommandContext
     percent: float
     repeats: int
-    passes: list[Mapping[int, records.RecordedRun]] = field(default_factory=list)
+    passes: list[Runs] = field(default_factory=list)
     matches: list[records.RunMatch] = field(default_factory=list)
     refused: dict[str, list[int]] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)
-
-    @property
-    def floor(self) -> float:
-        return 1 - self.percent / 100
+    left_out: dict[str, list[int]] = field(default_factory=dict)
 
     def events(self) -> Iterator[records.ReportEvent]:
-        self.file.runs, servers = (
-            [run for run in self.file.runs if bool(run.row.get("server")) is wanted] for wanted in (False, True)
-        )
-        if servers:
-            lines = [run.line for run in servers]
-            self.file.left_out.append(
-                records.problem_sentence("A", lines, "only runs of strategies are measured, no servers.")
-            )
+        if servers := [run.line for run in self.file.runs if run.row.get(records.SERVER)]:
+            self.left_out["only runs of strategies are measured, no servers."] = servers
+        self.file.runs = [run for run in self.file.runs if run.line not in servers]
         countdown, warm, rows = records.Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
-        while len(self.passes) < self.repeats and (not rows or self._may_decide(rows)):
+        while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
             yield from self._pass(countdown, warm)
             rows = self.rows()
         yield from map(TABLE.finding, rows)
@@ -242,11 +219,10 @@ class _Gate:
                 self.refused.setdefault(str(error), []).append(past.line)
                 continue
             if KEPT_STORAGE in found.notes:
-                self.kept.append(past.line)
+                self.left_out.setdefault(f"{KEPT_STORAGE}.", []).append(past.line)
                 continue
             now[past.line] = found.second[0]
-            if not number:
-                self.matches.append(found)
+            self.matches += [] if number else [found]
         self.file.runs = [run for run in runs if run.line in now]
         if not now:
             raise UserError(f"none of the records could be measured. {' '.join(self._problems())}")
@@ -254,15 +230,14 @@ class _Gate:
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each strategy."""
-        recorded, known = {run.line: run for run in self.file.runs}, references(self.file.runs)
+        known, sides = references(self.file.runs), ({run.line: run for run in self.file.runs}, *self.passes)
         # The text must be the record's if the engine is verified, and nothing is different.
         verified = [found for found in self.matches if found.second[0].row["engine"].get("verified")]
         repeatable = frozenset(found.first[0].line for found in verified if not records.differences([found]))
         rows = []
-        for name in dict.fromkeys(run.row["strategy"] for run in self.file.runs):
-            own = [run for run in self.file.runs if run.row["strategy"] == name]
+        for name, own in records.gathered((run.row["strategy"], run) for run in self.file.runs).items():
             mine = {run.line: known[run.line] for run in own if run.line in known}
-            row = _Evidence(own, recorded, self.passes, mine, repeatable).figures(self.floor)
+            row = _Evidence(own, sides, mine, repeatable).figures(1 - self.percent / 100)
             if name == TARGET and known:
                 row |= {"speed": REFERENCE, "more": ""}
             verdicts = (row["speed"], row["drafts"], WORSE if row["other_texts_in_lines"] else PASSED)
@@ -275,9 +250,8 @@ class _Gate:
         return 1 if WORSE in verdicts or self.refused else 3 if UNDECIDED in verdicts else 0
 
     def _problems(self) -> list[str]:
-        sentences = [records.problem_sentence("A", lines, reason) for reason, lines in self.refused.items()]
-        kept = [records.problem_sentence("A", sorted({*self.kept}), f"{KEPT_STORAGE}.")] if self.kept else []
-        return [*self.file.left_out, *sentences, *kept]
+        reasons = (self.refused | self.left_out).items()
+        return [*self.file.left_out, *(records.problem_sentence("A", lines, reason) for reason, lines in reasons)]
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
         """What differs, what was not measured, and one line for CI."""
@@ -285,19 +259,8 @@ class _Gate:
         lines += ["Not measured:", *problems] if (problems := self._problems()) else []
         lines += [DIFFERENT, *found] if (found := records.differences(self.matches)) else []
         refused = sum(map(len, self.refused.values()))
-        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(self._sentence, rows)]
+        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(_sentence, rows)]
         return [*lines, f"gate: {WORDS[self.status(rows)]} (tolerance {self.percent:g} %): {'; '.join(parts)}."]
-
-    def _sentence(self, row: Row) -> str:
-        low, high = row["interval"] or (0.0, inf)
-        words = {WORSE: " is slower,", UNDECIDED: f" is {UNDECIDED},", REFERENCE: " is not gated,"}
-        name = f"{row['strategy']}{words.get(row['speed'], '')}"
-        text = f"{name} {row['ratio']:.3f} of the recorded {row['by']} ({low:.3f} to {high:.3f})"
-        if row["drafts"] in (WORSE, UNDECIDED):
-            text += f", {'perhaps ' * (row['drafts'] != WORSE)}fewer drafts accepted ({_accepted(row)} per token)"
-        if lines := row["other_texts_in_lines"]:
-            text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
-        return text
 
     def markdown(self, rows: Sequence[Row]) -> str:
         *lines, last = self.conclusion(rows)
@@ -306,25 +269,27 @@ class _Gate:
         return "\n".join([f"**{last}**", "", *shown, "", *(f"- {line}" for line in lines), ""])
 
 
+def _sentence(row: Row) -> str:
+    low, high = row["interval"] or (0.0, inf)
+    words = {WORSE: " is slower,", UNDECIDED: f" is {UNDECIDED},", REFERENCE: " is not gated,"}.get(row["speed"], "")
+    text = f"{row['strategy']}{words} {row['ratio']:.3f} of the recorded {row['by']} ({low:.3f} to {high:.3f})"
+    if row["drafts"] in (WORSE, UNDECIDED):
+        text += f", {'perhaps ' * (row['drafts'] != WORSE)}fewer drafts accepted ({_accepted(row)} per token)"
+    if lines := row["other_texts_in_lines"]:
+        text += f", {len(lines)} other texts (line {lines[0]}) where equality is guaranteed"
+    return text
+
+
 def _gate(argument: str, context: CommandContext) -> Outcome:
     match = re.fullmatch(r"(.*?)(?:\s+(\d\S*)%)?(?:\s+x(\d\S*))?", argument, re.DOTALL)
     assert match is not None  # the pattern matches every argument
     name, percent, repeats = match.groups()
     file = records.read_records(path_in(name, "/gate runs.jsonl"))
-    gate = _Gate(
-        file,
-        context,
-        TOLERANCE.parse(percent) if percent else PERCENT,
-        GATE_REPEATS.parse(repeats) if repeats else REPEATS,
-    )
-    return [
-        TABLE.report(
-            *("gate", str(file.path), context.settings, gate.events()),
-            conclude=gate.conclusion,
-            title=f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}",
-            status=gate.status,
-        )
-    ]
+    limits = TOLERANCE.parse(percent or PERCENT), GATE_REPEATS.parse(repeats or REPEATS)
+    gate = _Gate(file, context, *limits)
+    shown = ("gate", str(file.path), context.settings, gate.events())
+    title = f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}"
+    return [TABLE.report(*shown, conclude=gate.conclusion, title=title, status=gate.status)]
 
 
 GATE = Command(

@@ -4,33 +4,32 @@ Parts of one text, cut to each context length and with a question at the end, ru
 and by the target alone. A part has the same end at all lengths, so that lengths are compared part by part.
 """
 
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pydoc_data.topics import topics
-from statistics import mean, median
+from statistics import mean
 from typing import Any, Self
 
+from utils.bounds import parse_tokens, short_tokens
 from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_row, server_arms, texts, then_findings
 from utils.commands.experiments.races import with_bounds as bounds
-from utils.commands.experiments.speed_model import BY_POSITION, draft_figures
+from utils.commands.experiments.speed_model import BY_POSITION, TimeSplit, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
-from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, bar, figure, grouped
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, Run, complete, request_maker
-from utils.comparison.harness import Harness, comparable_servers
+from utils.comparison.harness import Harness
 from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
-from utils.decode.model_info import GROWTH, cache_bytes, context_length
+from utils.decode.model_info import GROWTH, cache_bytes, check_memory, context_length
 from utils.errors import UserError
 from utils.files import read_text
 from utils.metrics.intervals import speedup_interval
-from utils.metrics.results import Generation
-from utils.models.memory import free_bytes
 from utils.models.sources import parse_path
 from utils.prompts.prompt_files import Prompt
+from utils.servers.address import TARGET
 from utils.servers.connection import Connection
 from utils.text import byte_size, encodable
 
@@ -40,37 +39,29 @@ class RoundModel:
     """The figures of the rounds of one run; times are in decode steps of its baseline's run.
 
     `rates` has for each position the share of rounds with a draft there, of those that accepted all drafts before it,
-    and its acceptance. `drafts` is the number of drafts per round, `width` that of the median round with drafts.
-    `verify` and `draft` are the extra time of a verify pass and the time of drafting, per draft. `reading` is the time
-    in which the drafter reads the prompt, per new token, and `other` the rest of a round. Of servers, `verify` is all
-    extra time.
+    and its acceptance. `drafts` is the number of drafts per round. `verify` is the extra time of a verify pass, and
+    `draft` that of drafting with reading the prompt, both per draft; `other` is the rest of a round. Of servers, and
+    without drafts, the whole extra time is in one of them.
     """
 
     rates: tuple[tuple[float, float], ...]
     drafts: float
-    width: float
     verify: float
-    draft: float = 0.0
-    reading: float = 0.0
-    other: float = 0.0
+    draft: float
+    other: float
 
     @classmethod
     def of(cls, ours: Run, theirs: Run) -> Self | None:
         """The figures of a run beside its baseline's, or None if they are not known."""
-        passes, speeds = ours.target_forwards or ours.rounds, [one.decode_tokens_per_second for one in (ours, theirs)]
-        if ours.drafted is None or ours.accepted is None or not passes or not ours.new_tokens:
+        passes, times = ours.target_forwards or ours.rounds, _extra_times(ours, theirs)
+        if ours.drafted is None or ours.accepted is None or not passes or times is None:
             return None
         pairs, drafts = ours.accepted_by_position or ((ours.accepted, ours.drafted),), ours.drafted / passes
         before = [passes, *(kept for kept, _ in pairs)]
         found = zip(before, pairs, strict=False)
         rates = tuple((tried / left, kept / tried) for left, (kept, tried) in found if tried and left)
-        if ours.generation is not None and theirs.generation is not None:
-            costs = _local_costs(ours.generation, theirs.generation)
-            return None if costs is None else cls(rates, drafts, **costs)
-        if speeds[0] is None or speeds[1] is None:
-            return None
-        extra = ours.new_tokens / passes * speeds[1] / speeds[0] - 1
-        return cls(rates, drafts, drafts, extra / drafts) if drafts else cls(rates, 0, 0, 0, other=extra)
+        verify, draft, other = times
+        return cls(rates, drafts, verify / drafts, draft / drafts, other) if drafts else cls(rates, 0, 0, 0, sum(times))
 
     @property
     def speedup(self) -> float:
@@ -79,8 +70,7 @@ class RoundModel:
         for share, accepted in self.rates:
             chance *= share * accepted
             tokens += chance
-        spent = 1 + self.drafts * (self.verify + self.draft) + self.other
-        return 1 / (max(spent, 1e-3) / tokens + self.reading)
+        return tokens / max(1 + self.drafts * (self.verify + self.draft) + self.other, 1e-3)
 
     def rates_with(self, other: Self) -> tuple[tuple[float, float], ...]:
         """The rates with the acceptance of another run. Positions that it never tried get that of its last one."""
@@ -88,26 +78,19 @@ class RoundModel:
         return tuple((share, known[min(place, len(known) - 1)]) for place, (share, _) in enumerate(self.rates))
 
 
-def _local_costs(ours: Generation, theirs: Generation) -> dict[str, float] | None:
-    """Measured without the first round, in which the target reads the prompt, and without the round that took longest
-    to draft, in which the drafter does. Forward passes are medians, because a busy machine delays some of them.
+def _extra_times(ours: Run, theirs: Run) -> tuple[float, float, float] | None:
+    """The extra time of a mean round in verifying, in drafting and besides, in decode steps, or None if it is not
+    known. The times of a server's rounds follow from its speed.
     """
-    rounds = [(timing, len(step.drafted)) for step, timing in zip(ours.steps, ours.timings, strict=False)]
-    steps = [timing.total for timing in theirs.timings[1:]]
-    if len(rounds) < 3 or not steps or not (step := median(steps)):
+    if ours.generation is not None and theirs.generation is not None:
+        split = TimeSplit.of([(ours.generation, theirs.generation)])
+        if split is None or not split.steps:
+            return None
+        return split.verifying / split.steps, split.drafting / split.steps, split.other / split.steps
+    passes, speeds = ours.target_forwards or ours.rounds, [one.decode_tokens_per_second for one in (ours, theirs)]
+    if not passes or not ours.new_tokens or speeds[0] is None or speeds[1] is None:
         return None
-    longest = max(rounds, key=lambda one: one[0].drafting)
-    later = [one for one in rounds[1:] if one is not longest]
-    drafting = [one for one in later if one[1]]
-    width, drafts = median([count for _, count in drafting] or [0]), sum(count for _, count in drafting)
-    reading = longest[0].drafting - median(timing.drafting for timing, _ in later)
-    return {
-        "width": width,
-        "verify": (median(one.verifying for one, _ in drafting) / step - 1) / width if drafts else 0.0,
-        "draft": sum(one.drafting for one, _ in drafting) / step / drafts if drafts else 0.0,
-        "reading": max(0.0, reading) / step / len(ours.tokens),
-        "other": sum(one.other + one.drafting * (not count) for one, count in later) / step / len(later),
-    }
+    return ours.new_tokens / passes * speeds[1] / speeds[0] - 1, 0.0, 0.0
 
 
 ACCEPTANCE, VERIFYING, DRAFTING, FEWER = "acceptance", "verifying", "drafting", "fewer drafts"
@@ -116,8 +99,8 @@ ACCEPTANCE, VERIFYING, DRAFTING, FEWER = "acceptance", "verifying", "drafting", 
 # context, their acceptance and costs are not known.
 SWAPS: dict[str, Callable[[RoundModel, RoundModel], RoundModel]] = {
     ACCEPTANCE: lambda short, long: replace(short, rates=short.rates_with(long)),
-    VERIFYING: lambda short, long: replace(short, verify=long.verify) if long.width else short,
-    DRAFTING: lambda short, long: replace(short, draft=long.draft, reading=long.reading) if long.width else short,
+    VERIFYING: lambda short, long: replace(short, verify=long.verify) if long.drafts else short,
+    DRAFTING: lambda short, long: replace(short, draft=long.draft) if long.drafts else short,
     FEWER: lambda short, long: replace(short, rates=long.rates_with(short), drafts=long.drafts),
 }
 
@@ -167,7 +150,6 @@ def main_cause(rows: Sequence[Row]) -> tuple[str, Row] | None:
 
 
 DEFAULT = (512, 2048, 8192)
-K = 1024
 TEXTS = claims.MIN_VALUES  # parts of the text; fewer are repeated
 QUESTION = "\n\nSummarize the text above in five sentences."
 CHARACTERS = 4  # per token, roughly
@@ -179,33 +161,18 @@ ONE_TEXT = f"The intervals are over repeats of one text. A file with room for {T
 PREFILL = "Of the time of the baseline, reading the prompt takes {}, and drafts do not shorten it."
 
 
-def _name(length: int) -> str:
-    return f"{length // K}k" if length % K == 0 else str(length)
-
-
-def _lengths(words: Sequence[str]) -> list[int]:
-    for word in words:
-        if not re.fullmatch(r"[1-9]\d{0,7}k?", word, re.ASCII):
-            raise UserError(f"'{word}' is not a context length: write tokens, such as 512 or 2k.")
-    return sorted({int(word.removesuffix("k")) * (K if word.endswith("k") else 1) for word in words})
-
-
 def _ladder(argument: str, context: CommandContext) -> Outcome:
-    words, file = re.fullmatch(r"((?:\d\S*\s*)*)(.*)", argument, re.DOTALL).groups()  # type: ignore[union-attr]
-    lengths, harness, settings = _lengths(words.split()), context.harness, context.settings
+    words = [*takewhile(lambda word: word[0].isdigit(), argument.split())]
+    lengths, file = sorted(set(map(parse_tokens, words))), "".join(argument.split(maxsplit=len(words))[len(words) :])
     text = encodable(read_text(parse_path(file), "The text file") if file else "\n\n".join(topics.values()))
-    ladders = []
-    if not harness.state.servers or harness.runs_locally(settings):
+    harness, settings, servers, ladders = context.harness, context.settings, [*context.harness.state.servers], []
+    if not servers or harness.runs_locally(settings):
         arms = [replace(harness.arm(one), timed=True) for one in harness.enabled(settings) if one.drafts]
         if not arms:
             raise UserError(NO_DRAFTS)
         ladders.append(_Ladder(harness, settings, [*arms, harness.arm(harness.baseline)]))
-    if servers := comparable_servers(harness):
-        names = {one.address.name for one in servers} | {one.address.baseline for one in servers}
-        both = [one for one in harness.state.servers if one.address.name in names]
-        ladders.append(_Ladder(harness, settings, server_arms(harness, both), both[0]))
-    if not ladders:
-        raise UserError("a server with a baseline is needed: /server add NAME URL baseline=NAME.")
+    if servers:
+        ladders.append(_Ladder(harness, settings, server_arms(harness, servers), servers[0]))
     return [ladder.report(f"/ladder {argument}".strip(), text, lengths) for ladder in ladders]
 
 
@@ -248,39 +215,31 @@ class _Ladder:
 
     def _items(self, text: str, lengths: Sequence[int]) -> Generator[Note, None, list[RaceItem]]:
         """The prompts, part after part. Lengths that do not fit get a note; if none fits, UserError is raised."""
-        size = 0
+        problems, size, runs = list[str](), 0, (self._settings, self._arms)
         for length in lengths:
             try:
-                self._check(length)
                 size = len(self._cut(text, length))
                 self._lengths.append(length)
             except UserError as error:
-                problem = f"{_name(length)} is left out. {error}"
-                if length == lengths[-1] and not self._lengths:
-                    raise UserError(problem) from error
-                yield Note(problem)
-        count, runs = max(1, min(TEXTS, int(len(text) / (SPARE * size)))), (self._settings, self._arms)
+                problems.append(f"{short_tokens(length)} is left out. {error}")
+        if not self._lengths:
+            raise UserError(problems[-1])
+        yield from map(Note, problems)
+        count = max(1, min(TEXTS, int(len(text) / (SPARE * size))))
         return [
-            RaceItem(part, Prompt(self._cut(text[: len(text) * part // count], length)), _name(length), *runs)
+            RaceItem(part, Prompt(self._cut(text[: len(text) * part // count], length)), short_tokens(length), *runs)
             for part in range(1, count + 1)
             for length in self._lengths
         ]
 
-    def _check(self, length: int) -> None:
-        """Raise UserError if the target does not have such a context, or the device the memory for it."""
-        if self._models:
-            limit, pair = context_length(self._models[0]), self._harness.pair
-            if limit is not None and length > limit:
-                raise UserError(f"{pair.target_name} has a context length of {limit:,}.")
-            if self._bytes(length) > (free := free_bytes(str(pair.device))):
-                need = byte_size(self._bytes(length))
-                raise UserError(f"Its keys and values need up to {need} of memory, and {byte_size(free)} are free.")
-
-    def _bytes(self, length: int) -> int:
-        return int(GROWTH * sum(cache_bytes(model, length) for model in self._models))
-
     def _cut(self, text: str, length: int) -> str:
-        """The end of the text with the question, as long as a prompt in a context of this many tokens may be."""
+        """The end of the text with the question, as long as a prompt in a context of this many tokens may be. Raises
+        UserError if there is no such prompt, context or memory.
+        """
+        limit = context_length(self._models[0]) if self._models else None
+        if limit is not None and length > limit:
+            raise UserError(f"{self._harness.pair.target_name} has a context length of {limit:,}.")
+        check_memory(self._models, length, remedy="choose shorter contexts")
         most = length - self._settings.length
         if most <= 2 * self._tokens(QUESTION):
             raise UserError(f"The question and {self._settings.length} new tokens (/length) leave no room for a text.")
@@ -313,74 +272,78 @@ class _Ladder:
         A prefill takes n (a + b n) seconds, by short runs of the target at the first two lengths.
         """
         count = repeats * len(items) // len(self._lengths)
-        what = f"{count} runs at {', '.join(map(_name, self._lengths))} tokens with each of {len(self._arms)} arms"
+        names = ", ".join(map(short_tokens, self._lengths))
+        what = f"{count} runs at {names} tokens with each of {len(self._arms)} arms"
         if not self._models:
             return f"{what}."
         short = replace(self._settings, length=1)
         runs = [complete(self._arms[-1].run(one.prompt.text, short)) for one in items[: min(2, len(self._lengths))]]
-        (size, seconds), (larger, longer) = ((run.prompt_tokens or 1, run.seconds) for run in (runs[0], runs[-1]))
-        grows = max(0.0, (longer / larger - seconds / size) / (larger - size)) if larger > size else 0.0
-        reading = sum(length * (seconds / size + grows * (length - size)) for length in self._lengths)
+        sizes = [run.prompt_tokens or 1 for run in runs]
+        rates = [run.seconds / size for run, size in zip(runs, sizes, strict=True)]
+        grows = max(0.0, (rates[-1] - rates[0]) / max(1, sizes[-1] - sizes[0]))
+        reading = sum(length * (rates[0] + grows * (length - sizes[0])) for length in self._lengths)
         steps = len(self._lengths) * self._settings.length * self._harness.pair.engine.step_seconds
         whole = count * len(self._arms) * (reading + steps)
         about = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} minutes"
-        return f"{what}: about {about}, and up to {byte_size(self._bytes(self._lengths[-1]))} for keys and values."
+        memory = byte_size(int(GROWTH * sum(cache_bytes(model, self._lengths[-1]) for model in self._models)))
+        return f"{what}: about {about}, and up to {memory} for keys and values."
 
     def _findings(self, table: ResultTable) -> Iterator[Finding]:
         """The figures of every arm at every length. Those of baselines are recorded and not shown."""
+        baselines = {one.ours[0].baseline for one in self._race.results}
         for arm in self._arms:
             shortest: list[RaceResult] = []
             for length in self._lengths:
                 results = (one for one in self._race.results if one.arm.name == arm.name)
-                if chosen := [one for one in results if one.item.group == _name(length)]:
+                if chosen := [one for one in results if one.item.group == short_tokens(length)]:
                     causes = cause_effects(shortest, chosen) if shortest else {}
                     shortest = shortest or chosen
-                    row = race_row(_name(length), chosen) | {"context": length, "causes": causes} | _figures(chosen)
-                    yield Finding((), row) if _is_baseline(row) else table.finding(row)
+                    row = race_row(short_tokens(length), chosen) | {"context": length, "causes": causes}
+                    row |= _figures(chosen, row)
+                    yield Finding((), row) if arm.name in baselines else table.finding(row)
 
 
-def _figures(results: Sequence[RaceResult]) -> dict[str, Any]:
-    """The figures of an arm at one length that a race does not have. Servers do not know the cost of a draft."""
-    pairs = [(one.ours[0], one.theirs[0]) for one in results if one.theirs]
+def _figures(results: Sequence[RaceResult], row: Row) -> dict[str, Any]:
+    """The figures of an arm at one length that the row of a race does not have. Servers do not know the cost of a
+    draft.
+    """
+    pairs, models = [(one.ours[0], one.theirs[0]) for one in results if one.theirs], [*models_of(results).values()]
+    runs = [(ours.generation, theirs.generation) for ours, theirs in pairs if ours.generation and theirs.generation]
     each = zip_longest(*(one.ours[0].accepted_by_position or () for one in results), fillvalue=(0, 0))
     positions = [[*map(sum, zip(*counts, strict=True))] for counts in each]
     waits = [(one.first_seconds, one.seconds) for _, one in pairs if one.first_seconds is not None]
-    models, prompts = [*models_of(results).values()], [one.ours[0].prompt_tokens for one in results]
-    passes = [(1 + model.verify * model.width, model.width) for model in models if model.width]
-    runs = [(ours.generation, theirs.generation) for ours, theirs in pairs if ours.generation and theirs.generation]
-    return {
-        "prompt_tokens": prompts,
+    known = {
         "accepted_by_position": positions,
-        "first_drafts": positions[0][0] / positions[0][1] if positions else results[0].ours[0].acceptance_rate,
-        "prefill_share": sum(first for first, _ in waits) / sum(whole for _, whole in waits) if waits else None,
-        "draft_cost": draft_figures(runs, 1.0)["draft_cost"] if runs and models else None,
-        "verify_cost": mean(cost for cost, _ in passes) if passes else None,
-        "drafts_per_pass": mean(width for _, width in passes) if passes else None,
+        "draft_cost": None,
+        "verify_cost": mean(1 + model.drafts * model.verify for model in models) if models else None,
         "drafts_per_round": mean(model.drafts for model in models) if models else None,
+    }
+    return (draft_figures(runs, row["speedup"] or 1.0) if runs else known) | {
+        "prompt_tokens": [one.ours[0].prompt_tokens for one in results],
+        "first_drafts": positions[0][0] / positions[0][1] if positions else row["acceptance_rate"],
+        "prefill_share": sum(first for first, _ in waits) / sum(whole for _, whole in waits) if waits else None,
     }
 
 
 def ladder_table(*, servers: bool) -> ResultTable:
-    """The columns of a ladder."""
+    """The columns of a ladder. The bars of two of them are a chart by context."""
     return ResultTable(
         figure("context", "context", "{:,}"),
         figure("server" if servers else "strategy", "strategy"),
-        figure("acceptance", "acceptance_rate", "{:.3f}"),
+        figure("acceptance", "acceptance_rate", "{:.3f}", drop=2),
+        bar("first draft", lambda row: row["first_drafts"], lambda row: f"{row['first_drafts']:.2f}", cells=6),
         replace(BY_POSITION, drop=1),
         *([] if servers else [figure("draft cost", "draft_cost", "{:.3f}")]),
         figure("round cost" if servers else "verify cost", "verify_cost", "{:.2f}"),
-        ResultColumn("speed-up", claims.speedup_text),
+        bar("speed-up", lambda row: row["speedup"], claims.speedup_text, cells=9, most=3),
         ResultColumn("95 % interval", lambda row: claims.interval_text(row["interval"])),
     )
 
 
-def _is_baseline(row: Row) -> bool:
-    return row["verdict"] == claims.BASELINE or row.get("baseline", "") is None
-
-
 def conclusion(rows: Sequence[Row]) -> list[str]:
     """Up to which context each arm pays, and what changes beyond it. `rows` are the figures of the findings."""
-    arms = [arm for arm in grouped(rows, "strategy").values() if not _is_baseline(arm[0])]
+    baselines = {row.get("baseline", TARGET) for row in rows}
+    arms = [arm for name, arm in grouped(rows, "strategy").items() if name not in baselines]
     lines = [line for arm in arms for line in (_pays(arm), *_cause(arm))]
     if arms and (arms[0][-1]["prefill_share"] or 0) >= PREFILL_SHARE:
         lines.append(PREFILL.format(" and ".join(_at(row, f"{row['prefill_share']:.0%}") for row in _ends(arms[0]))))
@@ -390,7 +353,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
 
 
 def _at(row: Row, what: str) -> str:
-    return f"{what} at {_name(row['context'])} tokens"
+    return f"{what} at {short_tokens(row['context'])} tokens"
 
 
 def _ends(arm: Sequence[Row]) -> Sequence[Row]:
@@ -400,12 +363,14 @@ def _ends(arm: Sequence[Row]) -> Sequence[Row]:
 
 def _pays(arm: Sequence[Row]) -> str:
     """The contexts in which an arm is faster, and the speed-up at the last of them and at the next one."""
+    if not any(row["speedup"] for row in arm):
+        return f"{arm[0]['strategy']} has no speed-up. {claims.NO_BASELINE}"
     faster, shown = [row for row in arm if row["verdict"] == claims.FASTER], arm
-    names = ", ".join(_name(row["context"]) for row in faster)
+    names = ", ".join(short_tokens(row["context"]) for row in faster)
     if not faster:
         head, shown = "is not measurably faster in any context", _ends(arm)
     elif faster == arm[: len(faster)]:
-        head, shown = f"pays up to {_name(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
+        head, shown = f"pays up to {short_tokens(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
     else:
         head = f"is faster only at {names} tokens"
     few = {claims.TOO_FEW: "too few runs to tell"}
@@ -416,7 +381,7 @@ def _pays(arm: Sequence[Row]) -> str:
     return f"{arm[0]['strategy']} {head}: {'; '.join(speeds)}."
 
 
-# What is worse, the form of its figures, and the field of the first one; the second one is the drafts of a pass.
+# What is worse, the form of its figures, and the field of the first one; the second one is the drafts of a round.
 FALLS = {
     ACCEPTANCE: ("acceptance of the first draft of a round falls", "{:.2f}", "first_drafts"),
     VERIFYING: ("{} become dearer", "{:.2f} decode steps for {:.1f} drafts", "verify_cost"),
@@ -435,10 +400,10 @@ def _cause(arm: Sequence[Row]) -> list[str]:
     (cause, before), effect = found, last["causes"][found[0]]
     words, form, key = FALLS[cause]
     words = words.format("rounds (drafting and verifying)" if "baseline" in last else "verify passes")
-    figures = " and ".join(_at(row, form.format(row[key] or 0, row["drafts_per_pass"] or 0)) for row in (arm[0], last))
+    values = (_at(row, form.format(row[key] or 0, row["drafts_per_round"] or 0)) for row in (arm[0], last))
     low, high = effect["interval"]
     alone = f"this alone makes decoding {effect['factor']:.2f}x as fast (95 % interval {low:.2f} to {high:.2f})"
-    return [f"{name}: beyond {_name(before['context'])} tokens, {words} ({figures}); {alone}."]
+    return [f"{name}: beyond {short_tokens(before['context'])} tokens, {words} ({' and '.join(values)}); {alone}."]
 
 
 LADDER = Command(

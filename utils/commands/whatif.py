@@ -24,12 +24,14 @@ from utils.commands.experiments.speed_model import (
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, grouped
+from utils.comparison.arms import PREFIX
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Finding, Progress, ReportEvent, shortened
+from utils.comparison.records import Finding, Progress, ReportEvent, read_records, run_records, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation, spans_of
 from utils.models.feature_drafter import StepwiseDrafter
+from utils.models.sources import parse_path
 from utils.pairs.request import LOADED
 from utils.text import count_of
 
@@ -140,7 +142,9 @@ THERE = ResultTable(
 
 def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     last, run, job = _replayed(context, (LOADED,))
-    pair, word = job.pair, values.pop("target", "")
+    pair, word, source = job.pair, values.pop("target", ""), values.pop("from", "")
+    if source:
+        values |= elsewhere.measured(_records_of(source, last, context))
     if pair.drafter is None:
         raise UserError("a drafter is needed: load one with /load.")
     if not isinstance(pair.drafter, StepwiseDrafter) and len(values["points"]) < 2:
@@ -152,6 +156,14 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
     title, conclude = f'/whatif on={load.device} of "{shortened(last.text)}"', partial(_there, load)
     return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
+
+
+def _records_of(source: str, last: LastPrompt, context: CommandContext) -> list[Row]:
+    """The records of a file, or those of a server's answer to the last prompt and of the runs without drafts."""
+    if all(server.address.name != source for server in context.harness.state.servers):
+        return [run.row for run in read_records(parse_path(source)).runs]
+    rows = run_records(last, {}, last.job.pair)
+    return [row for row in rows if row["strategy"] == PREFIX + source or not row["drafted"]]
 
 
 def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
@@ -190,8 +202,8 @@ def _there(load: elsewhere.Deployment, rows: Sequence[Row]) -> list[str]:
 def _alone(load: elsewhere.Deployment) -> str:
     """The measured speeds as they were given, or the predicted one of the target alone."""
     if load.plain is not None:
-        points = (f", k{k} {speed:g}" for k, (speed, _) in load.points.items())
-        return f"Measured, as given: plain {load.plain:g}{''.join(points)} tokens/s."
+        points = (f", k{k:.3g} {speed:.4g}" for k, (speed, _) in load.points.items())
+        return f"Measured, as given: plain {load.plain:.4g}{''.join(points)} tokens/s."
     error, speed = elsewhere.ERRORS[load.shape.kind, elsewhere.ALONE], load.batch / load.step
     if error.median > elsewhere.MOST_ERROR:
         return f"The speed of the target alone is not predicted: {error.reason}."
@@ -208,7 +220,7 @@ WHATIF = Command(
     rank=4,
     about="Predict rounds, acceptance and speed of the last prompt for every gamma from 0 to 16, and for auto, without "
     "decoding again. With on=DEVICE, the speed-up on other hardware, with the error of such predictions.",
-    syntax=("/whatif", f"/whatif {elsewhere.USAGE}"),
+    syntax=("/whatif", f"/whatif {elsewhere.USAGE}", "/whatif on=H100 from=SERVER|FILE    speeds of its records"),
     words={f"{name}=": "" for name in elsewhere.PARTS} | {f"on={name}": "" for name in elsewhere.DEVICES},
     example=("> /whatif", "speculative: best with gamma 4, predicted 1.52x target-only."),
 )

@@ -390,8 +390,8 @@ NEEDED = {"prompt": "", "strategy": "", "finish": "", "settings": {}}
 OPTIONAL = {  # missing or null is valid
     **dict.fromkeys(("text", "drafter_kind", "baseline"), ""),
     **{name: {} for name in (*CIRCUMSTANCES, SERVER)},
-    **dict.fromkeys(("tokens_per_second", "speedup_vs_baseline"), 0.0),
-    **dict.fromkeys(("prompt_tokens", "accepted", "drafted"), 0),
+    **dict.fromkeys(("tokens_per_second", "decode_tokens_per_second", "speedup_vs_baseline"), 0.0),
+    **dict.fromkeys(("prompt_tokens", "accepted", "drafted", "rounds", "new_tokens", "target_forwards"), 0),
     "token_ids": [0],
     "accepted_by_position": [(0, 0)],
     "history": [{"role": "", "content": ""}],

@@ -92,6 +92,30 @@ def test_drafts_are_drawn_from_the_rows_given_the_token_before():
     assert session.room([3, 1, 4]) == BLOCK and len(model.passes) == 1
 
 
+class InOrder(RandomBlocks):
+    """Remembers for which rows, and after which tokens, logits were computed, as a recurrent head does."""
+
+    def conditioned(self, logits, index, previous, cache):
+        self.order.append((index, previous))
+        return super().conditioned(logits, index, previous, cache)
+
+
+def test_rows_behind_forced_tokens_are_computed_in_their_order():
+    """A recurrent head needs every row after the token before it, also those of tokens that it did not draft."""
+    target = tiny_llama(vocab_size=SIZE)
+    found = []
+    for contexts in ([[3, 1, 4, 6, 2]], [[3, 1, 4], [3, 1, 4, 6], [3, 1, 4, 6, 2]]):
+        model = InOrder(target)
+        model.order = []
+        session = feature_session(model)
+        session.begin([3, 1, 4])
+        session.add_features(torch.ones(2, 2 * target.config.hidden_size), 0, 2)
+        found.append([session.feed(context, keep=1) for context in contexts][-1])
+        assert model.order == [(0, 4), (1, 6), (2, 2)]
+        assert session.room([3, 1, 4, 6]) == BLOCK - 1
+    assert torch.equal(*found)
+
+
 def test_the_cost_of_a_block_does_not_depend_on_the_drafts():
     costs = Costs.of([0.1, 0.2, 0.3, 0.4], {})
     adaptive = AdaptiveGamma(costs, 0.05, block=BLOCK)

@@ -21,7 +21,6 @@ from recordings import before_each_run, interrupt_after
 from simulations import FEWER as RESAMPLES
 from table_model import TableModel
 
-from utils.commands import ladder
 from utils.commands.ladder import ACCEPTANCE, DRAFTING, FEWER, QUESTION, VERIFYING, conclusion, lowers
 from utils.comparison.arms import LocalArm, Run
 from utils.comparison.records import Countdown, Progress
@@ -209,8 +208,8 @@ def test_a_short_file_is_repeated(view: Screen, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/ladder 0", "'0' is not a context length"),
-        ("/ladder 2m", "'2m' is not a context length"),
+        ("/ladder 0", "0 is out of range"),
+        ("/ladder 2m", "'2m' is not a whole number"),
         ("/ladder 2k", "2k is left out. tiny-target has a context length of 1,024"),
         ("/ladder 32", "no room for a text"),
         ("/ladder nowhere.txt", "nowhere.txt cannot be read"),
@@ -224,10 +223,11 @@ def test_what_cannot_run_is_refused(line: str, words: str, view: Screen, tmp_pat
 def test_a_context_without_memory_is_left_out(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = ladder_session(view, tmp_path)
     need = model_info.GROWTH * 2 * model_info.cache_bytes(session.harness.pair.target, 256)
-    monkeypatch.setattr(ladder, "free_bytes", lambda device: int(need))
+    monkeypatch.setattr(model_info, "NEGLIGIBLE", 0)
+    monkeypatch.setattr(model_info, "available_memory", lambda: int(need))
     assert session.handle("/ladder 128 256 512") is Verdict.DONE, view.take()
     rows = records_of(tmp_path / "records.jsonl")[-1]["findings"]
-    assert {row["context"] for row in rows} == {128, 256} and "512 is left out. Its keys and values" in view.take()[1]
+    assert {row["context"] for row in rows} == {128, 256} and "512 is left out. The keys and values" in view.take()[1]
 
 
 def test_a_strategy_must_draft(view: Screen, tmp_path: Path) -> None:
@@ -248,12 +248,21 @@ def test_ctrl_c_keeps_what_was_measured(view: Screen, tmp_path: Path, monkeypatc
     assert "too few" in record["conclusion"][0]
 
 
-def test_a_table_of_80_columns(tmp_path: Path) -> None:
+def test_a_chart_in_80_columns_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars are as long as the acceptance of the first draft (6 cells) and the speed-up (3 cells for 1x)."""
+    Times().install(monkeypatch)
     view = screen(80)
-    session = ladder_session(view, tmp_path)
-    assert session.handle("/ladder 128 256") is Verdict.DONE
+    session = ladder_session(view, tmp_path, ladder_pair(right=200))
+    rows, _ = climbed(session, view, tmp_path, "/ladder 128 256")
     table = [line for line in view.take()[0].splitlines() if line.lstrip()[:3] in ("128", "256")]
     assert len(table) == 2 and all(len(line.rstrip()) <= 80 for line in table)
+    for line, figures in zip(table, rows.values(), strict=True):
+        first, speedup = int(figures["first_drafts"] * 6), int(figures["speedup"] * 3)
+        assert re.findall("\u2588+", line) == ["\u2588" * first] * bool(first) + ["\u2588" * speedup] * bool(speedup)
+    assert table[0].index("1.00") == table[1].index("0.00"), "figures stand below each other"
+    assert rows[128]["first_drafts"] == 1 and rows[256]["first_drafts"] == 0
+    assert session.handle(f"/export {tmp_path / 'page.html'}") is Verdict.DONE
+    assert "\u2588" * 6 in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def row(context: int, verdict: str, speedup: float, **figures: Any) -> dict[str, Any]:

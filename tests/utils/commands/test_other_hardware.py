@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Screen, checked, open_session, table_pair
+from fakes import Screen, checked, open_session, records_of, table_pair
+from recordings import edited, recorded
 
 from utils.commands import whatif
 from utils.commands.experiments import other_hardware
@@ -19,6 +20,7 @@ from utils.commands.experiments.other_hardware import (
     Error,
     Shape,
     calibrated,
+    measured,
     parse,
     woken,
 )
@@ -274,6 +276,46 @@ def test_an_impossible_measured_speed_is_refused(view: Screen, monkeypatch: pyte
         verdict = session.handle(line)
     message = view.take()[1]
     assert verdict is Verdict.FAILED and "k2=31" in message and "tokens per round" in message
+
+
+def test_points_from_a_file_are_the_means_of_its_runs(
+    view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whatif, "StepwiseDrafter", object)
+    kinds = ("/drafter_kind chain", "/gamma 2", "Hello there"), ("/drafter_kind loaded", "/gamma 2", "Hello there")
+    lines = ("/length 12", *kinds[0], *kinds[1], "One two three", "/gamma 5", "Hello there")
+    speeds = {"target": iter((90, 80, 125, 100)), "speculative": iter((999, 40, 60, 30)), "ngram": iter((999,) * 4)}
+    file = edited(
+        recorded(view, tmp_path, *lines),
+        lambda row: row.update(decode_tokens_per_second=next(speeds[row["strategy"]])),
+    )
+    rows = [row for row in records_of(file) if row["strategy"] == "speculative"][1:]
+    found = measured(records_of(file))
+    assert found["plain"] == pytest.approx((90 * 80 * 125 * 100) ** 0.25)
+    drafts = [sum(row["drafted"] for row in part) / sum(row["rounds"] for row in part) for part in (rows[:2], rows[2:])]
+    lengths = [24 / sum(row["target_forwards"] for row in rows[:2]), 12 / rows[2]["target_forwards"]]
+    assert [*found["points"]] == pytest.approx(drafts) and 1.5 < drafts[0] <= 2 < drafts[1] <= 5
+    points = zip(((40 * 60) ** 0.5, 30), lengths, strict=True)
+    assert [number for point in found["points"].values() for number in point] == pytest.approx(
+        [number for point in points for number in point]
+    )
+    report, shown = predicted(view, tmp_path, f"/whatif on=H100 target=8B from={file}")
+    load = Deployment(Shape(8e9, 8e9), "H100", **found)
+    ratio = load.ratio({})
+    for row in report["findings"]:
+        assert row["predicted_speedup"] == pytest.approx(row["tokens_per_round"] / ratio(row["gamma"]))
+    assert f"{ERRORS['dense', 3].median:.0%}" in shown and f"plain {found['plain']:.4g}" in shown
+
+
+def test_a_file_without_points_is_refused(view: Screen, tmp_path: Path) -> None:
+    file = recorded(view, tmp_path, "/length 12", "/drafter_kind loaded chain", "Hello there")
+    session = open_session(view)
+    session.handle("Hello there")
+    assert session.handle(f"/whatif on=H100 target=8B from={file}") is Verdict.FAILED
+    assert "/drafter_kind loaded" in view.take()[1]
+    for others in ("plain=9", "batch=2"):
+        assert session.handle(f"/whatif on=H100 target=8B from={file} {others}") is Verdict.FAILED
+        assert "one request at a time" in view.take()[1]
 
 
 def test_every_device_has_a_source() -> None:

@@ -7,16 +7,20 @@ figures that the constants were not fitted to (tests/benchmarks/predictor.py).
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, NamedTuple, Self
 
-from utils.bounds import RealRange, WholeRange
+from utils.bounds import RealRange, WholeRange, parse_tokens
+from utils.commands.shared.result_tables import Row
+from utils.comparison.records import SERVER, gathered
 from utils.errors import UserError, check_choice
 from utils.files import read_text
 from utils.models.sources import cached_folder, parse_path
+from utils.pairs.request import LOADED
 from utils.text import byte_size, count_of, split_words
 
 
@@ -179,7 +183,7 @@ MOST_ERROR = 0.25  # median error above which nothing is predicted
 BATCH, MOST_DRAFTS, MOST_CACHE = WholeRange(1, 10), 7, 0.12
 
 
-def calibrated(prior: Callable[[int], float], points: Mapping[int, float]) -> Callable[[int], float]:
+def calibrated(prior: Callable[[float], float], points: Mapping[float, float]) -> Callable[[float], float]:
     """r(k), a round with k drafts over a decode step, through up to two measured points: one scales the extra time of
     the model, two make r(k) = a + c k. A round is never shorter than a decode step.
     """
@@ -195,8 +199,8 @@ def calibrated(prior: Callable[[int], float], points: Mapping[int, float]) -> Ca
 class Deployment:
     """What runs there: a target with a head that drafts, and requests of this context length in a batch.
 
-    `plain` is the measured speed of the target alone for all requests together, and `points` has those by the number
-    of drafts, each with its tokens per round if they are not those of this text.
+    `plain` is the measured speed of the target alone for all requests together, and `points` has those by the mean
+    number of drafts, each with its tokens per round if they are not those of this text.
     """
 
     shape: Shape
@@ -205,7 +209,7 @@ class Deployment:
     context: int = CONTEXT
     weights: str = "bf16"
     plain: float | None = None
-    points: Mapping[int, tuple[float, float | None]] = field(default_factory=dict)
+    points: Mapping[float, tuple[float, float | None]] = field(default_factory=dict)
     constants: Constants = FITTED
 
     @property
@@ -213,7 +217,7 @@ class Deployment:
         """Bytes of keys and values."""
         return CACHE_BYTES * (self.shape.cached or 0) * self.context * self.batch
 
-    def bytes_read(self, drafts: int = 0) -> float:
+    def bytes_read(self, drafts: float = 0) -> float:
         """What a pass over one token and these drafts of each request reads."""
         rows = self.batch * (1 + self.constants.alike * drafts)
         return WEIGHTS[self.weights] * self.shape.read(rows) + self.cache
@@ -229,7 +233,7 @@ class Deployment:
             return self.batch / self.plain
         return self.constants.fixed + self.bytes_read() / (self.constants.share * DEVICES[self.device].bandwidth)
 
-    def prior(self, drafts: int) -> float:
+    def prior(self, drafts: float) -> float:
         """r(k) without a measured point."""
         fitted, step = self.constants, self.step
         fixed = min(step, fitted.fixed)
@@ -237,16 +241,16 @@ class Deployment:
         reading = (step - fixed) * passes / self.bytes_read()
         return (fixed + reading + fitted.per_round + drafts * fitted.per_draft) / step
 
-    def ratio(self, lengths: Mapping[int, float]) -> Callable[[int], float]:
+    def ratio(self, lengths: Mapping[int, float]) -> Callable[[float], float]:
         """r(k) if rounds with k drafts have these lengths. Raises UserError for a measured speed that cannot be."""
         points = {}
         for k, (speed, given) in self.points.items():
-            length = given or lengths[k]
+            length = given or lengths[int(k)]
             points[k] = length * (self.plain or 0) / speed
             if points[k] <= 1:
                 raise UserError(
-                    f"k{k}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length:.2f} tokens "
-                    f"per round; one from another text needs its own tokens per round: k{k}={speed:g}@LENGTH."
+                    f"k{k:.3g}={speed:g} must be below {points[k] * speed:.4g}, which is plain= times {length:.2f} "
+                    f"tokens per round; one from another text needs its own: k{k:.3g}={speed:g}@LENGTH."
                 )
         return calibrated(self.prior, points)
 
@@ -300,11 +304,6 @@ def _point(k: int, text: str) -> tuple[float, float | None]:
     return _speed(speed), RealRange("tokens per round", 1, k + 1).parse(length) if at else None
 
 
-def _context(text: str) -> int:
-    number = WholeRange(1, 10**6).parse(text.lower().removesuffix("k"))
-    return number * 1024 if text.lower().endswith("k") else number
-
-
 def _device(text: str) -> str:
     plain = {re.sub("[-_ ]", "", name).lower(): name for name in DEVICES}
     return plain.get(re.sub("[-_ ]", "", text).lower()) or check_choice(text.upper(), tuple(DEVICES), "device")
@@ -314,8 +313,9 @@ PARTS: dict[str, Callable[[str], Any]] = {
     "on": _device,
     "target": str,
     "batch": BATCH.parse,
-    "context": _context,
+    "context": parse_tokens,
     "weights": lambda text: check_choice(text.lower(), tuple(WEIGHTS), "format"),
+    "from": str,
     "plain": _speed,
     **{f"k{k}": partial(_point, k) for k in range(1, MOST_DRAFTS + 1)},
 }
@@ -323,7 +323,9 @@ USAGE = "on=H100 target=7B batch=8 context=8k weights=fp8 plain=38tok/s k3=61tok
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The fields of Deployment that were typed, and the word for `target`. Raises UserError for anything else."""
+    """The fields of Deployment that were typed, and the words for `target` and `from`. Raises UserError for anything
+    else.
+    """
     values: dict[str, Any] = {}
     for word in split_words(text):
         name, _, value = word.partition("=")
@@ -336,4 +338,38 @@ def parse(text: str) -> dict[str, Any]:
         raise UserError(f"on= is missing: name a device, one of {', '.join(DEVICES)}.")
     if points and "plain" not in values:
         raise UserError("a speed with drafts needs plain=, the measured speed of the target alone beside it.")
+    if "from" in values and ("plain" in values or values.get("batch", 1) > 1):
+        raise UserError("from= has the speeds of one request at a time: leave out plain=, k1= ... and batch=.")
     return values | {"device": values.pop("on"), "points": points}
+
+
+COUNTS = ("drafted", "rounds", "new_tokens", "target_forwards")
+
+
+def measured(rows: Sequence[Row]) -> dict[str, Any]:
+    """`plain` and `points` from records of runs with the loaded drafter, or of servers, and of their baselines: means
+    by gamma, of which the smallest and the largest number of drafts count. Raises UserError if there are none.
+    """
+    timed = [row for row in rows if row.get("decode_tokens_per_second")]
+    drafting = [
+        row for row in timed if all(row.get(name) for name in COUNTS) and (row.get(SERVER) or _by_loaded_drafter(row))
+    ]
+    plain = [row for row in timed if row["strategy"] in {one.get("baseline") for one in drafting}]
+    if not plain:
+        raise UserError(
+            "from= needs runs with /drafter_kind loaded, or of a server with drafts, and of their baseline."
+        )
+    points = {}
+    for runs in gathered(((row["strategy"], row["settings"].get("gamma")), row) for row in drafting).values():
+        drafted, rounds, tokens, passes = (sum(row[name] for row in runs) for name in COUNTS)
+        points[drafted / rounds] = _mean_speed(runs), tokens / passes
+    ends = {min(points), max(points)} if max(points) - min(points) >= 1 else {max(points)}
+    return {"plain": _mean_speed(plain), "points": {k: points[k] for k in ends}}
+
+
+def _by_loaded_drafter(row: Row) -> bool:
+    return bool(row["strategy"] == "speculative" and row["settings"].get("drafter_kind") == LOADED)
+
+
+def _mean_speed(rows: Sequence[Row]) -> float:
+    return geometric_mean(row["decode_tokens_per_second"] for row in rows)

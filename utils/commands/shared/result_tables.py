@@ -10,6 +10,7 @@ from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
 
 NOTHING = "-"  # a cell without a value
+FULL, EIGHTHS = "\u2588", ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")  # of a cell of a bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,20 @@ def figure(heading: str, key: str, form: str = "{}", *, drop: int = 0) -> Result
         return NOTHING if value is None else form.format(value)
 
     return ResultColumn(heading, shown, drop)
+
+
+def bar(
+    heading: str, value: Callable[[Row], float | None], shown: Callable[[Row], str], *, cells: int, most: float = 1
+) -> ResultColumn:
+    """A column with a bar of up to so many cells, for a value up to `most`, before the cell that `shown` makes."""
+
+    def drawn(row: Row) -> str:
+        if (number := value(row)) is None:
+            return NOTHING
+        whole, eighths = divmod(round(8 * cells * min(number / most, 1)), 8)
+        return f"{FULL * whole + EIGHTHS[eighths]:<{cells}} {shown(row)}"
+
+    return ResultColumn(heading, drawn)
 
 
 def marked(column: ResultColumn) -> ResultColumn:
