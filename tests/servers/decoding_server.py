@@ -82,11 +82,20 @@ class FullDrafter(CliffDrafter):
         return self.inner.propose(context, count if len(context) <= self.cliff else 0)
 
 
+class EarlyDrafter(CliffDrafter):
+    """A drafter that ends its drafts after the first even token."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self.inner.propose(context, count)
+        size = next((place + 1 for place, token in enumerate(draft.tokens) if token % 2 == 0), count)
+        return replace(draft, tokens=draft.tokens[:size], probs=None if draft.probs is None else draft.probs[:size])
+
+
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come
-    from counters alone. With `template`, chats have a template of their own.
+    "cliff", "early", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the
+    figures come from counters alone. With `template`, chats have a template of their own.
     `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
@@ -156,6 +165,7 @@ class DecodingServer(Loopback):
         session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
         made: Drafter = ModelDrafter(session, own, VOCABULARY)
         made = FullDrafter(made, max(100, prompt + self.room)) if self.fault == "full" else made
+        made = EarlyDrafter(made, 0) if self.fault == "early" else made
         return CliffDrafter(made, 1) if self.fault == "cliff" else made
 
     def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:

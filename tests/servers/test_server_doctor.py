@@ -154,6 +154,27 @@ def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expe
     assert "decode steps of greedy texts" not in shown
 
 
+@pytest.mark.parametrize("gamma", [3, 5])
+def test_drafts_that_are_shorter_at_the_end_of_a_text_are_no_cliff(examined: Any, gamma: int) -> None:
+    """Counters do not say where a draft ended, and the texts of a drafter that is always right end at the same one."""
+    pair = TinyPair(**{**vars(noisy_pair()), "drafter": noisy_pair().target})
+    server = DecodingServer(pair=pair, gamma=gamma, others=lambda number: 0)
+    _, findings = examined(server)
+    assert {row["cause"] for row in findings} == {"sound"} and len({row["position"] for row in findings}) == gamma
+    assert all(row["measured"] == row["expected"] for row in findings)
+
+
+def test_drafts_that_end_early_are_compared_without_positions(examined: Any) -> None:
+    early = DecodingServer(pair=noisy_pair(), fault="early", others=lambda number: 0)
+    shown, findings = examined(early)
+    assert "spec often ends its drafts before 3 tokens" in shown
+    assert {(row["cause"], row["position"]) for row in findings} == {("sound", 0)}
+    exact = DecodingServer(pair=noisy_pair(), fault="early")  # its answers say how long each draft was
+    shown, findings = examined(exact)
+    assert "often ends" not in shown and {row["position"] for row in findings} > {0}
+    assert {row["cause"] for row in findings} <= {"sound", "not distinguishable"}
+
+
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:
     pair = eagle_pair()
     drafter = deepcopy(pair.drafter)
