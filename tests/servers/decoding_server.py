@@ -94,8 +94,8 @@ class EarlyDrafter(CliffDrafter):
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff", "early", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the
-    figures come from counters alone. With `template`, chats have a template of their own.
+    "cliff", "early", "full", "template" and "greedy drafts". `others` are tokens of other clients during each answer;
+    then the figures come from counters alone.
     `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
@@ -105,7 +105,6 @@ class DecodingServer(Loopback):
     gamma: int = 3
     room: int = 0
     others: Callable[[int], int] | None = None
-    template: str = ""
     counters: dict[str, int] = field(default_factory=dict)
     steps: dict[int, list[Step]] = field(default_factory=dict)
     busy_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -124,8 +123,6 @@ class DecodingServer(Loopback):
         tokenizer = self.pair.tokenizer
         if prompt is not None:
             return list(tokenizer(prompt, add_special_tokens=body.get("add_special_tokens", True))["input_ids"])
-        if self.template:
-            return list(tokenizer(self.template.format(body["messages"][-1]["content"]))["input_ids"])
         ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
         return list(ids)
 
@@ -149,6 +146,8 @@ class DecodingServer(Loopback):
             if key not in KNOWN:
                 layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
                 target, drafter = ModelSession(self.pair.target, features=layers), self._drafter(decoding, len(ids))
+                if self.fault == "template" and "messages" in body:
+                    drafter = CliffDrafter(drafter, 0)
                 options: Any = {"gamma": gamma, "first_target": True, "rule": RULES["rejection"]}
                 KNOWN[key] = list(speculative_steps(ids, drafter, target, decoding, **options))
             made = KNOWN[key]

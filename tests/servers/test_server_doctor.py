@@ -134,6 +134,7 @@ def test_a_sound_server_is_called_sound(examined: Any) -> None:
         ("cliff", SHORT, "before position 2 are accepted as expected, and at position 2 0.0"),
         ("window", f"length={LENGTH} long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
         ("greedy drafts", SHORT, "the server drafts greedily at a temperature above 0"),
+        ("template", SHORT, "Sound with the prompts of this program, but in the other chat template"),
     ],
 )
 def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
