@@ -167,14 +167,15 @@ class TextNoise(Noise):
 
 
 def expected_counts(
-    text: FinishedText, drafter: Drafter, temperature: float, count: int
+    text: FinishedText, drafter: Drafter, temperature: float, count: int, *, counts_ends: bool = False
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """The expected (accepted, verified) of each draft position if `count` drafts a round led to this text: for drafts
     drawn from q, and for drafts of the highest q.
 
     `drafter` must draw with TextNoise of the text. The target has sampled the text at the temperature, or greedily at
     0. Given the text, a draft that is token y of it was accepted with probability min(1, q(y) / p(y)), so no random
-    draft is needed. The first token comes from the prefill and is not drafted.
+    draft is needed. The first token comes from the prefill and is not drafted. The last drafts of a text are shorter;
+    with `counts_ends`, the position after such a draft counts as verified.
     """
     size, target, context = len(text.tokens), TextSession(text), list(text.context)
     chances = [[0.0] * (size + count + 1) for _ in range(2)]  # of a round that begins at each token, by kind of drafts
@@ -187,7 +188,7 @@ def expected_counts(
             draft = drafter.propose(context, min(count, size - place - 1))  # as the loop: none for the last token
             rates = _chances(text, draft, place, temperature)
             for kind in range(2):
-                _follow(rates[kind], chances[kind], totals[kind], place)
+                _follow(rates[kind], chances[kind], totals[kind], place, counts_ends=counts_ends)
         logits = target.feed(context, keep=1)
         context = [*context, token]
         target.rewind(start)
@@ -211,7 +212,9 @@ def _chances(text: FinishedText, draft: Draft, place: int, temperature: float) -
     return drawn, likeliest
 
 
-def _follow(rates: list[float], chances: list[float], totals: list[list[float]], place: int) -> None:
+def _follow(
+    rates: list[float], chances: list[float], totals: list[list[float]], place: int, *, counts_ends: bool
+) -> None:
     """Add a round that begins at `place` to the totals, and its ends to the beginnings of the next round."""
     reached = chances[place]
     for index, rate in enumerate(rates):
@@ -219,4 +222,6 @@ def _follow(rates: list[float], chances: list[float], totals: list[list[float]],
         totals[index][1] += reached
         chances[place + index + 1] += reached * (1 - rate)
         reached *= rate
+    if counts_ends and 0 < len(rates) < len(totals):
+        totals[len(rates)][1] += reached
     chances[place + len(rates) + 1] += reached

@@ -82,11 +82,20 @@ class FullDrafter(CliffDrafter):
         return self.inner.propose(context, count if len(context) <= self.cliff else 0)
 
 
+class EarlyDrafter(CliffDrafter):
+    """A drafter that ends its drafts after the first even token."""
+
+    def propose(self, context: list[int], count: int) -> Draft:
+        draft = self.inner.propose(context, count)
+        size = next((place + 1 for place, token in enumerate(draft.tokens) if token % 2 == 0), count)
+        return replace(draft, tokens=draft.tokens[:size], probs=None if draft.probs is None else draft.probs[:size])
+
+
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff", "full" and "greedy drafts". `others` are tokens of other clients during each answer; then the figures come
-    from counters alone. With `template`, chats have a template of their own.
+    "cliff", "early", "full", "template" and "greedy drafts". `others` are tokens of other clients during each answer;
+    then the figures come from counters alone.
     `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
@@ -96,7 +105,6 @@ class DecodingServer(Loopback):
     gamma: int = 3
     room: int = 0
     others: Callable[[int], int] | None = None
-    template: str = ""
     counters: dict[str, int] = field(default_factory=dict)
     steps: dict[int, list[Step]] = field(default_factory=dict)
     busy_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -115,8 +123,6 @@ class DecodingServer(Loopback):
         tokenizer = self.pair.tokenizer
         if prompt is not None:
             return list(tokenizer(prompt, add_special_tokens=body.get("add_special_tokens", True))["input_ids"])
-        if self.template:
-            return list(tokenizer(self.template.format(body["messages"][-1]["content"]))["input_ids"])
         ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
         return list(ids)
 
@@ -140,6 +146,8 @@ class DecodingServer(Loopback):
             if key not in KNOWN:
                 layers = self.drafter.feature_layers if isinstance(self.drafter, FeatureDrafter) else ()
                 target, drafter = ModelSession(self.pair.target, features=layers), self._drafter(decoding, len(ids))
+                if self.fault == "template" and "messages" in body:
+                    drafter = CliffDrafter(drafter, 0)
                 options: Any = {"gamma": gamma, "first_target": True, "rule": RULES["rejection"]}
                 KNOWN[key] = list(speculative_steps(ids, drafter, target, decoding, **options))
             made = KNOWN[key]
@@ -156,6 +164,7 @@ class DecodingServer(Loopback):
         session = (WindowSession if windowed else ModelSession)(self.drafter, use_cache=not windowed)
         made: Drafter = ModelDrafter(session, own, VOCABULARY)
         made = FullDrafter(made, max(100, prompt + self.room)) if self.fault == "full" else made
+        made = EarlyDrafter(made, 0) if self.fault == "early" else made
         return CliffDrafter(made, 1) if self.fault == "cliff" else made
 
     def _figures(self, request: Received, answer: Answer) -> dict[str, Any]:

@@ -134,6 +134,7 @@ def test_a_sound_server_is_called_sound(examined: Any) -> None:
         ("cliff", SHORT, "before position 2 are accepted as expected, and at position 2 0.0"),
         ("window", f"length={LENGTH} long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
         ("greedy drafts", SHORT, "the server drafts greedily at a temperature above 0"),
+        ("template", SHORT, "Sound with the prompts of this program, but in the other chat template"),
     ],
 )
 def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
@@ -152,6 +153,27 @@ def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expe
     shown, _ = examined(DecodingServer(pair=noisy_pair(), fault="full", room=room), f"length={LENGTH} long=80")
     assert re.search(expected, shown), shown
     assert "decode steps of greedy texts" not in shown
+
+
+@pytest.mark.parametrize("gamma", [3, 5])
+def test_drafts_that_are_shorter_at_the_end_of_a_text_are_no_cliff(examined: Any, gamma: int) -> None:
+    """Counters do not say where a draft ended, and the texts of a drafter that is always right end at the same one."""
+    pair = TinyPair(**{**vars(noisy_pair()), "drafter": noisy_pair().target})
+    server = DecodingServer(pair=pair, gamma=gamma, others=lambda number: 0)
+    _, findings = examined(server)
+    assert {row["cause"] for row in findings} == {"sound"} and len({row["position"] for row in findings}) == gamma
+    assert all(row["measured"] == row["expected"] for row in findings)
+
+
+def test_drafts_that_end_early_are_compared_without_positions(examined: Any) -> None:
+    early = DecodingServer(pair=noisy_pair(), fault="early", others=lambda number: 0)
+    shown, findings = examined(early)
+    assert "spec often ends its drafts before 3 tokens" in shown
+    assert {(row["cause"], row["position"]) for row in findings} == {("sound", 0)}
+    exact = DecodingServer(pair=noisy_pair(), fault="early")  # its answers say how long each draft was
+    shown, findings = examined(exact)
+    assert "often ends" not in shown and {row["position"] for row in findings} > {0}
+    assert {row["cause"] for row in findings} <= {"sound", "not distinguishable"}
 
 
 def test_shifted_layers_are_named_by_their_reading(examined: Any) -> None:

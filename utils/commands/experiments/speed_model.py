@@ -94,15 +94,17 @@ def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> Fi
     )
 
 
-def expected_drafts(job: Job, text: FinishedText, temperature: float, count: int) -> tuple[Counts, Counts]:
+def expected_drafts(
+    job: Job, text: FinishedText, temperature: float, count: int, *, counts_ends: bool = False
+) -> tuple[Counts, Counts]:
     """The expected counts of the loaded drafter, with `count` drafts a round, if others have generated the text: for
-    drafts drawn from its distribution, and for its likeliest tokens.
+    drafts drawn from its distribution, and for its likeliest tokens. `counts_ends` is as in `expected_counts`.
     """
     inputs = replace(job, settings=replace(job.settings, gamma=count, verify="rejection")).drafter_inputs()
     noise, processor = TextNoise(0, tokens=tuple(text.tokens)), MultinomialProcessor(temperature or 1.0)
     forced = replace(inputs, decoding=replace(inputs.decoding, noise=noise, processor=processor))
     built = drafter_kind(LOADED).build(forced)
-    return expected_counts(text, built.drafter, temperature, count)
+    return expected_counts(text, built.drafter, temperature, count, counts_ends=counts_ends)
 
 
 def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:

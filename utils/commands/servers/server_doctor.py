@@ -52,7 +52,7 @@ from utils.servers.address import parse_numbers, parse_words, without_key
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
 from utils.servers.kinds.completion import Chat, ServerAcceptance, ServerCompletion, ServerRequest
-from utils.servers.kinds.server_kind import ServerError, ServerKind, setup_facts
+from utils.servers.kinds.server_kind import SHORT_DRAFTS, ServerError, ServerKind, setup_facts
 from utils.servers.processes.flags import settings_elsewhere
 from utils.servers.processes.programs import DEFAULT_DRAFT, NGRAM
 from utils.text import count_of, split_words
@@ -92,6 +92,10 @@ NO_DRAFTS = "{} makes no drafts: it was started without speculative decoding, or
 FEW_ROUNDS = (
     "{} made no drafts in {:.0%} of the decode steps of {} texts: the context of its drafter may be too short, or "
     "a threshold holds drafts back."
+)
+EARLY = (
+    "{} often ends its drafts before {} tokens, as with a threshold (--spec-draft-p-min of llama.cpp), and does not "
+    "count how many reached a position: all positions are compared as draft 1."
 )
 NONE_ON = "{} drafts on greedy texts, and makes no drafts on {} texts."
 OFF_ON = {LONG: DraftCause.LONG, TEMPLATE: DraftCause.TEMPLATE}
@@ -359,10 +363,13 @@ class ServerExamination:
 
     def _compare(self) -> Iterator[ReportEvent]:
         """Replay the texts, and find the cause."""
+        self.draft = _drafts_a_round(self._known)
         self.by_position = all(text.drafts.by_position for text in self._known)
         if not self.by_position:
             yield Note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
-        self.draft = _drafts_a_round(self._known)
+        elif _end_early(self._known, self.draft):
+            self.by_position = False
+            yield Note(EARLY.format(self.name, self.draft))
         for kind, texts in self.texts.items():
             expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
             for done, (place, text) in enumerate(texts.items()):
@@ -396,7 +403,8 @@ class ServerExamination:
             own = sum(top == token for top, token in zip(read.logits.argmax(-1).tolist(), text.tokens, strict=True))
             if (share := own / len(text.tokens)) < SAME_TARGET:
                 raise UserError(OTHER_TARGET.format(share, self.name))
-        drawn, likeliest = expected_drafts(job, read, self.temperature if kind == SAMPLED else 0.0, self.draft)
+        temperature, ends = self.temperature if kind == SAMPLED else 0.0, SHORT_DRAFTS in text.drafts.note
+        drawn, likeliest = expected_drafts(job, read, temperature, self.draft, counts_ends=ends)
         return self._joined(drawn), self._joined(likeliest)
 
     def _joined(self, counts: Counts) -> Counts:
@@ -475,6 +483,15 @@ def _drafts_a_round(texts: Sequence[ServerText]) -> int:
     rounds = [(text.drafts.drafted, text.drafts.rounds or (text.drafts.forwards or 1) - 1) for text in texts]
     # A position that no round has reached is not among the positions.
     return max(1, longest, round(max(drafted / max(1, count) for drafted, count in rounds)))
+
+
+def _end_early(texts: Sequence[ServerText], draft: int) -> bool:
+    """Whether drafts are shorter than `draft` tokens more often than the ends of texts explain, where the positions of
+    such drafts are not known.
+    """
+    counted = [text.drafts for text in texts if SHORT_DRAFTS in text.drafts.note]
+    missing = sum((drafts.rounds or 0) * draft - drafts.drafted for drafts in counted)
+    return missing > len(counted) * draft * (draft + 1) / 2
 
 
 def doctor(argument: str, context: CommandContext) -> Outcome:
