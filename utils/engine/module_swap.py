@@ -5,7 +5,6 @@ product. Models that share weights still share them afterwards. Quantized layers
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,8 @@ class Kernel(Protocol):
         """Yield what the kernel keeps in memory."""
 
 
+# Layers that become one kernel, and where they are: their parents in the models that share them, and their names there.
+_Group = tuple[list[nn.Linear], list[tuple[nn.Module, list[str]]]]
 GroupBuilder = Callable[[Sequence[nn.Linear]], list[Kernel]]  # of layers with the same input: one for all, or for each
 
 
@@ -84,17 +85,6 @@ class EngineLinear(nn.Module):
         return self.original[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Layers that become one kernel, and where they are:
-
-    in each model that shares them, a (parent, child name) for each layer.
-    """
-
-    layers: list[nn.Linear]
-    positions: list[tuple[tuple[nn.Module, str], ...]]
-
-
 def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Callable[[str], None]) -> None:
     """Replace every nn.Linear by a kernel. report: shows how far that has got."""
     models = list(models)
@@ -104,19 +94,19 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
     total, packed = len(groups), 0
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
-        _, group = groups.popitem()  # so that each original weight is freed as soon as it is packed
-        kernels, sizes = build(group.layers), [layer.out_features for layer in group.layers]
+        _, (layers, places) = groups.popitem()  # so that each original weight is freed as soon as it is packed
+        kernels, sizes = build(layers), [layer.out_features for layer in layers]
         if len(kernels) == 1:
             whole = FusedKernel(kernels[0], sizes)
             parts = [(whole, index) for index in range(len(sizes))]
         else:
             parts = [(FusedKernel(kernel, [size]), 0) for kernel, size in zip(kernels, sizes, strict=True)]
-        packed += sum(layer.weight.numel() for layer in group.layers)
+        packed += sum(layer.weight.numel() for layer in layers)
         if packed > PACKED_BEFORE_TRIM:  # what conversions have freed lies between the packed weights
             trim_allocator()
             packed = 0
-        for positions in group.positions:
-            for layer, (parent, name), part in zip(group.layers, positions, parts, strict=True):
+        for parent, names in places:
+            for layer, name, part in zip(layers, names, parts, strict=True):
                 setattr(parent, name, EngineLinear(*part, layer, tied=id(layer.weight) in embedded))
 
 
@@ -146,8 +136,8 @@ def _groups(models: list[nn.Module]) -> dict[tuple[int, ...], _Group]:
             for layers in _layers_by_input(parent):
                 # A layer cut of the target has the same weights, so both models get the same kernel.
                 key = tuple(id(layer.weight) for layer in layers.values())
-                group = groups.setdefault(key, _Group(list(layers.values()), []))
-                group.positions.append(tuple((parent, name) for name in layers))
+                _, places = groups.setdefault(key, ([*layers.values()], []))
+                places.append((parent, [*layers]))
     return groups
 
 
