@@ -263,7 +263,12 @@ def main() -> None:
     used, left_out = sound(read_cells())
     found = errors(used)
     lines = [f"{len(used)} cells used, {len(left_out)} left out: {', '.join({cell.model for cell in left_out})}"]
-    lines += [str(fit(used)), *(f"    {name}: {error}," for name, error in sorted(found.items())), "", *table(found)]
+    lines += [
+        str(fit(used)),
+        *(",".join(map(str, (*name, *error))) for name, error in sorted(found.items())),
+        "",
+        *table(found),
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

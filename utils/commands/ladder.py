@@ -20,7 +20,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, Run, complete, request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent
+from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent, gathered
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, check_memory, context_length
@@ -116,16 +116,12 @@ def cause_effects(short: Sequence[RaceResult], long: Sequence[RaceResult]) -> di
     its 95 % `interval` over the texts, which are the same in both. Empty where the figures are not known.
     """
     before, after, effects = models_of(short), models_of(long), {}
-    for name, swap in SWAPS.items():
-        groups: dict[int, list[float]] = {}
-        for key in before.keys() & after.keys():
-            groups.setdefault(key[0], []).append(swap(before[key], after[key]).speedup / before[key].speedup)
-        if groups:
-            found = speedup_interval([sorted(group) for _, group in sorted(groups.items())])
-            effects[name] = {
-                "factor": found.estimate,
-                "interval": [found.low, found.high] if found.is_bounded else None,
-            }
+    keys = sorted(before.keys() & after.keys())
+    for name, swap in SWAPS.items() if keys else ():
+        groups = gathered((key[0], swap(before[key], after[key]).speedup / before[key].speedup) for key in keys)
+        found = speedup_interval([*groups.values()])
+        interval = [found.low, found.high] if found.is_bounded else None
+        effects[name] = {"factor": found.estimate, "interval": interval}
     return effects
 
 
@@ -366,13 +362,12 @@ def _pays(arm: Sequence[Row]) -> str:
     if not any(row["speedup"] for row in arm):
         return f"{arm[0]['strategy']} has no speed-up. {claims.NO_BASELINE}"
     faster, shown = [row for row in arm if row["verdict"] == claims.FASTER], arm
-    names = ", ".join(short_tokens(row["context"]) for row in faster)
     if not faster:
         head, shown = "is not measurably faster in any context", _ends(arm)
     elif faster == arm[: len(faster)]:
         head, shown = f"pays up to {short_tokens(faster[-1]['context'])} tokens", arm[len(faster) - 1 : len(faster) + 1]
     else:
-        head = f"is faster only at {names} tokens"
+        head = f"is faster only at {', '.join(short_tokens(row['context']) for row in faster)} tokens"
     few = {claims.TOO_FEW: "too few runs to tell"}
     speeds = (
         f"{_at(row, bounds(row) if row['speedup'] else NOTHING)}, {few.get(row['verdict'], row['verdict'])}"

@@ -5,12 +5,14 @@ fixed time, and that of its drafts. Measured speeds replace what they measure. T
 figures that the constants were not fitted to (tests/benchmarks/predictor.py).
 """
 
+import csv
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple, Self
 
@@ -32,24 +34,13 @@ class Device(NamedTuple):
     source: str
 
 
-NVIDIA, GEFORCE = "nvidia.com/en-us/data-center/", "nvidia.com/en-us/geforce/graphics-cards/"
+def _table(name: str) -> list[dict[str, str]]:
+    with (Path(__file__).parent / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 DEVICES = {
-    "B200": Device(8.0e12, 180e9, f"{NVIDIA}dgx-b200"),
-    "H200": Device(4.8e12, 141e9, f"{NVIDIA}h200"),
-    "H100": Device(3.35e12, 80e9, f"{NVIDIA}h100 (SXM)"),
-    "H100-PCIe": Device(2.0e12, 80e9, f"{NVIDIA}h100 (PCIe, data sheet of 2022)"),
-    "H20": Device(4.0e12, 96e9, "willitrunai.com/es/gpus/h20-96gb"),
-    "A100": Device(2.039e12, 80e9, f"{NVIDIA}a100 (SXM, 80 GB)"),
-    "A100-40GB": Device(1.555e12, 40e9, f"{NVIDIA}a100 (40 GB)"),
-    "L40S": Device(0.864e12, 48e9, f"{NVIDIA}l40s"),
-    "MI300X": Device(5.3e12, 192e9, "amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
-    "RTX5090": Device(1.792e12, 32e9, f"{GEFORCE}50-series/rtx-5090"),
-    "RTX4090": Device(1.008e12, 24e9, f"{GEFORCE}40-series/rtx-4090"),
-    "RTX3090": Device(0.936e12, 24e9, f"{GEFORCE}30-series/rtx-3090-3090ti"),
-    "M1Max": Device(0.4e12, 64e9, "apple.com/newsroom/2021/10/introducing-m1-pro-and-m1-max"),
-    "M2Ultra": Device(0.8e12, 192e9, "apple.com/newsroom/2023/06/apple-introduces-m2-ultra"),
-    "M3Max": Device(0.4e12, 128e9, "apple.com/newsroom/2023/10/apple-unveils-m3-m3-pro-and-m3-max"),
-    "M4Max": Device(0.546e12, 128e9, "apple.com/newsroom/2024/10/apple-introduces-m4-pro-and-m4-max"),
+    row["name"]: Device(float(row["bandwidth"]), float(row["memory"]), row["source"]) for row in _table("devices.csv")
 }
 USABLE = 0.9  # share of a device's memory that servers use by default
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.58}  # bytes per parameter, with the scales of int4
@@ -168,15 +159,10 @@ class Error(NamedTuple):
 ALONE = -1
 FITTED = Constants(fixed=1.45e-3, share=0.712, per_round=0.258e-3, per_draft=0.300e-3, alike=0.30)
 ERRORS = {
-    ("dense", ALONE): Error(0.210, 0.722, 64, 17),
-    ("dense", 0): Error(0.088, 0.377, 48, 5),
-    ("dense", 1): Error(0.071, 0.214, 110, 12),
-    ("dense", 2): Error(0.026, 0.085, 1742, 10),
-    ("dense", 3): Error(0.016, 0.111, 1596, 4),
-    ("experts", ALONE): Error(0.747, 9.857, 8, 2),
-    ("experts", 1): Error(0.068, 0.491, 144, 10),
-    ("experts", 2): Error(0.071, 0.255, 2592, 9),
-    ("experts", 3): Error(0.067, 0.232, 2442, 8),
+    (row["kind"], int(row["speeds"])): Error(
+        float(row["median"]), float(row["high"]), int(row["cells"]), int(row["series"])
+    )
+    for row in _table("prediction_errors.csv")
 }
 MOST_ERROR = 0.25  # median error above which nothing is predicted
 # What the published cells cover: requests at once, drafts per round, and keys and values as a part of what is read.
