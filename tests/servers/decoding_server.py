@@ -94,8 +94,8 @@ class EarlyDrafter(CliffDrafter):
 @dataclass(slots=True)
 class DecodingServer(Loopback):
     """The server. `drafter` is that of the pair unless a test replaces it. `fault` is one of "", "off", "window",
-    "cliff", "early", "full", "template" and "greedy drafts". `others` are tokens of other clients during each answer;
-    then the figures come from counters alone.
+    "cliff", "early", "full", "template", "chats without ids" and "greedy drafts". `others` are tokens of other clients
+    during each answer; then the figures come from counters alone.
     `room` is the number of tokens after a long prompt that a full drafter still reads.
     """
 
@@ -131,6 +131,8 @@ class DecodingServer(Loopback):
         processor = MultinomialProcessor(temperature) if temperature else GreedyProcessor()
         decoding = Decoding.of(processor, int(body["max_tokens"]), end_ids=self.pair.end_ids, seed=seed)
         ids, gamma = self._ids(body), 0 if self.fault == "off" else self.gamma
+        if self.fault == "chats without ids" and "messages" in body:
+            del body["return_token_ids"]
         key = (
             self.pair.target,
             self.drafter,

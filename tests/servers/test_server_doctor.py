@@ -56,12 +56,12 @@ def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """What the screen shows of an examination, and its findings."""
 
     def run(
-        server: DecodingServer, options: str = SHORT, *lines: str, pair: Any = "own", baseline: str | None = None
+        server: DecodingServer, options: str = SHORT, *lines: str, pair: Any = "own", **address: str
     ) -> tuple[str, list[Any]]:
         file = tmp_path / "doctor.jsonl"
         with server, DecodingServer(pair=server.pair, fault="off", faults=PACE) as plain:
             loaded = server.pair if pair == "own" else pair
-            addresses = ServerAddress("plain", plain.url), ServerAddress("spec", server.url, baseline=baseline)
+            addresses = ServerAddress("plain", plain.url), ServerAddress("spec", server.url, **address)
             session = server_session(view, *addresses, monkeypatch=monkeypatch, pair=loaded, records=file)
             for line in ("/chat off", *lines, f"/server doctor spec {prompts} {options}"):
                 verdict = session.handle(line)
@@ -231,6 +231,16 @@ def test_another_model_is_recognised(examined: Any) -> None:
     target = table_pair(max_position_embeddings=512, reads_all=True).drafter
     pair = TinyPair(**{**vars(other), "target": target})
     assert "that server has another model" in examined(DecodingServer(pair=pair), pair=other)[0]
+
+
+def test_texts_that_are_tokenized_otherwise_are_not_replayed(examined: Any) -> None:
+    server = DecodingServer(pair=noisy_pair())
+    shown, findings = examined(server, omit="return_token_ids")
+    assert "greedy: 12 of 12 texts are left out" in shown and "cannot be replayed here" in shown and not findings
+    shown, findings = examined(DecodingServer(pair=noisy_pair(), fault="chats without ids"))
+    assert "other template: 12 of 12 texts are left out" in shown
+    assert {row["cause"] for row in findings} == {"sound"}
+    assert {row["texts"] for row in findings} == {"greedy", "sampled"}
 
 
 def test_records_of_another_machine_are_compared(examined: Any, tmp_path: Path) -> None:

@@ -93,6 +93,12 @@ FEW_ROUNDS = (
     "{} made no drafts in {:.0%} of the decode steps of {} texts: the context of its drafter may be too short, or "
     "a threshold holds drafts back."
 )
+UNREAD = (
+    "{}: {} of {} texts are left out, because {} sends no token ids, and the local tokenizer makes others of its text."
+)
+ALL_UNREAD = (
+    "{} sends no token ids, and the local tokenizer makes others of its texts, so they cannot be replayed here."
+)
 EARLY = (
     "{} often ends its drafts before {} tokens, as with a threshold (--spec-draft-p-min of llama.cpp), and does not "
     "count how many reached a position: all positions are compared as draft 1."
@@ -250,6 +256,8 @@ class ServerExamination:
                 figures = {"cause": self.cause, "facts": self.facts}
                 yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
                 return
+        if not self._known:
+            raise UserError(ALL_UNREAD.format(self.name))
         yield from self._compare()
         yield from (TABLE.finding(row_of(one) | {"cause": self.cause, "facts": self.facts}) for one in self.found)
 
@@ -287,6 +295,7 @@ class ServerExamination:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
         found, countdown, why = self.texts.setdefault(kind, {}), Countdown(), ""
         rounds = steps = 0  # verify passes with drafts, and all passes after the prefill
+        unread = 0
         for place, prompt in enumerate(prompts):
             yield from countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
             for _ in range(ATTEMPTS):
@@ -301,13 +310,19 @@ class ServerExamination:
                     raise UserError(UNKNOWN.format(self.name))
                 steps += max(0, (answer.token_count or 1) - 1)
             elif drafts.valid:
-                found[place] = self._text(answer, prompt, drafts)
+                if (text := self._text(answer, prompt, drafts)) is not None:
+                    found[place] = text
+                unread += text is None
                 passes = (drafts.forwards or 1) - 1
                 steps += passes
                 rounds += passes if drafts.rounds is None else drafts.rounds
                 if kind == GREEDY:
                     self._note_speed(answer, prompt, drafts)
-        self.off_on = "" if found or why else kind
+        self.off_on = "" if found or why or unread else kind
+        if unread:
+            yield Note(UNREAD.format(kind, unread, len(prompts), self.name))
+            if not found:
+                del self.texts[kind]
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
         if found and 2 * rounds < steps:
@@ -334,8 +349,10 @@ class ServerExamination:
             raise KeyboardInterrupt
         return answer
 
-    def _text(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> ServerText:
-        """The answer with its ids, which the local tokenizer makes where the server gives none."""
+    def _text(self, answer: ServerCompletion, prompt: str, drafts: ServerAcceptance) -> ServerText | None:
+        """The answer with its ids. Where the server gives none, the local tokenizer makes them; None if their number
+        shows that they are others.
+        """
         if self.recorded:
             return ServerText([], [], drafts)
         pair, sent, tokens = self.harness.pair, answer.request and answer.request.prompt, answer.token_ids
@@ -344,6 +361,9 @@ class ServerExamination:
         prompt_ids = list(sent or self.harness.prompt_ids(prompt, self.settings))
         if tokens is None:
             tokens = tuple(pair.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+            ends = answer.finish is FinishReason.STOP  # with a token that has no text
+            if answer.token_count not in (None, len(tokens), len(tokens) + ends):
+                return None
         if max((*prompt_ids, *tokens), default=0) >= vocabulary_size(pair.target):
             raise UserError(OTHER_IDS.format(self.name))
         return ServerText(prompt_ids, list(tokens), drafts)
