@@ -40,7 +40,7 @@ LADDER = (
 LIGHT = ("utils.config.arguments", "utils.pairs.request", "utils.servers.client", "utils.servers.kinds")
 # The most modules that a module may bring with it, itself included.
 CLOSURES = {"sampling.speculative": 35, "utils.config.settings": 20}
-SCREEN_LIBRARIES = {"rich"}
+SCREEN_LIBRARIES = {"rich", "termcolor"}
 LAYS_OUT = "utils.screen.renderer"
 # Signatures that users of the library call by position, and overrides whose caller is another library.
 PUBLIC = (
