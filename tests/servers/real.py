@@ -35,7 +35,7 @@ def llama_launch(*, context: int = 2048, parallel: int = 1, **values: object) ->
     model = embedded_file()
     if values.get("drafter") == "self":
         values["drafter"] = model
-    flags = ("--ctx-size", str(context), "--parallel", str(parallel))
+    flags = ("--ctx-size", str(context), "--parallel", str(parallel), "--threads", "1")  # others would spin
     return Launch("llama.cpp", model, program=llama_python(), flags=flags, **values)
 
 

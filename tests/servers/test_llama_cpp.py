@@ -80,7 +80,7 @@ def test_requests_at_the_same_time() -> None:
 def test_lengths_and_load_of_a_session(view: Screen, tmp_path: Path) -> None:
     session = server_session(view, records=tmp_path / "r.jsonl")
     start = f"/server start llama.cpp {embedded_file()} program={llama_python()}"
-    flags = " -- --ctx-size 2048 --parallel 4"
+    flags = " -- --ctx-size 2048 --parallel 4 --threads 1"
     lines = (
         f"{start} name=plain{flags}",
         f"{start} name=spec drafter=ngram draft=4 baseline=plain{flags}",
