@@ -9,6 +9,7 @@ states of the same forward passes; nothing is computed for training only.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -263,6 +264,7 @@ class PageGenerator:
 
     def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, length: int) -> None:
         self._model, self._script, self._layers, self._length = model, script, layers, length
+        self._passes: dict[int, float] = {}  # seconds, by number of rows
         if model.config._attn_implementation == "sdpa":
             _use_grouped_attention(model)
 
@@ -275,9 +277,8 @@ class PageGenerator:
         """
         # Generators of their own, so that a page depends on its seed and the earlier pages alone.
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        share = 1 if self._script.complete else SHARES[len(earlier) % len(SHARES)]  # a question may fill a short one
-        length = max(min(MIN_LENGTH, self._length), self._length // share)
-        conversations = self._conversations(random.Random(seed), max(1, size // length), length, earlier)
+        rows, length = self._shape(size, len(earlier))
+        conversations = self._conversations(random.Random(seed), rows, length, earlier)
         cache, reader = empty_cache(self._model), FeatureReader(self._model, self._layers)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         position, sampled = 0, [0] * len(conversations)  # placeholders: rows begin with tokens of the template
@@ -297,6 +298,36 @@ class PageGenerator:
                 on_tokens(tokens.numel())
         tokens, sources, features = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
+
+    def seconds(self, size: int, number: int) -> float:
+        """The expected time of the page with this number: for each position a pass over one token of every row.
+
+        Positions that are inserted together take less, and late ones of long conversations more.
+        """
+        rows, length = self._shape(size, number)
+        return length * self._pass_seconds(rows)
+
+    def speed(self, size: int) -> float:
+        """Operations per second of the passes of a page."""
+        (rows, _), weights = self._shape(size, 0), sum(weight.numel() for weight in self._model.parameters())
+        return float(2 * rows * weights) / self._pass_seconds(rows)
+
+    def _pass_seconds(self, rows: int) -> float:
+        """The time of the second of two passes over one token of every row."""
+        if rows not in self._passes:
+            tokens = torch.zeros((rows, 1), dtype=torch.long, device=self._model.device)
+            for _ in range(2):
+                started = time.monotonic()
+                with torch.no_grad():
+                    self._model(input_ids=tokens, use_cache=False).logits.sum().item()  # waits for a GPU
+                self._passes[rows] = time.monotonic() - started
+        return self._passes[rows]
+
+    def _shape(self, size: int, number: int) -> tuple[int, int]:
+        """The rows of the page with this number, and their length."""
+        share = 1 if self._script.complete else SHARES[number % len(SHARES)]  # a question may fill a short one
+        length = max(min(MIN_LENGTH, self._length), self._length // share)
+        return max(1, size // length), length
 
     def _conversations(self, rng: random.Random, count: int, length: int, earlier: Corpus) -> list[Conversation]:
         """Long ones about documents, and short ones of which some are. Questions from a file have none."""
