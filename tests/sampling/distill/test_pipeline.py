@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from sampling.distill import pipeline
 from sampling.distill.__main__ import main
-from sampling.distill.pages import Corpus
+from sampling.distill.options import Options, TrainingPlan
+from sampling.distill.pages import Corpus, PageGenerator
 from sampling.distill.trainer import Trainer
 
 FLAGS = "--tokens 1000 --page 576 --length 96 --batch 288 --passes 2 --vocabulary 150"
@@ -261,6 +264,46 @@ def test_a_flag_that_is_no_number_is_named_with_what_is_allowed(tmp_path, capsys
 def test_hours_limit_the_training(target, tmp_path):
     assert run(target, tmp_path, "--keep", "--hours", "0.0002", "--passes", "5000") == 0
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["training"] < 10
+
+
+def test_the_time_is_stated(target, tmp_path, capsys, monkeypatch):
+    """A pass takes a second a row: 5 pages of 6 rows and 4 of 1, of 96 positions. A resumed run needs only the rest."""
+    monkeypatch.setattr(PageGenerator, "_pass_seconds", lambda self, rows: float(rows))
+    original, calls = Corpus.add, []
+
+    def interrupted(self, page):
+        original(self, page)
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Corpus, "add", interrupted)
+    assert run(target, tmp_path, "--tokens", "2880") == 130
+    assert f"roughly {timedelta(seconds=96 * 34)} of generation" in message_of(capsys)
+    assert json.loads((tmp_path / "work" / "progress.json").read_text())["writing"] > 0, "held-out pages count"
+    monkeypatch.setattr(Corpus, "add", interrupted)
+    monkeypatch.setattr(pipeline.Distillation, "_train", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["--out", str(tmp_path), "--resume"]) == 130
+    assert f"roughly {timedelta(seconds=96 * 24)} of generation" in message_of(capsys)
+
+
+def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch):
+    """Those that torch counts in steps of a target with wide layers, of which attention is a small part."""
+    model = tiny_llama(vocab_size=300, hidden_size=96, intermediate_size=384, num_hidden_layers=8)
+    save_folder(tmp_path / "target", model, tiny_tokenizer())
+    plan = TrainingPlan(
+        *(str(tmp_path / "target"), 576), device="cpu", length=72, page=576, batch=288, passes=1, vocabulary=150
+    )
+    distillation = pipeline.Distillation(Options(plan, tmp_path / "out", resume=False, keep=False), lambda line: None)
+    monkeypatch.setattr(PageGenerator, "speed", lambda self, size: 1.0)
+    _, expected = distillation._seconds_left()
+    corpus = Corpus(tmp_path / "pages")
+    corpus.add(distillation._generator.generate(0, plan.page, corpus))
+    trainer = distillation._trainer(corpus)
+    with FlopCounterMode(display=False) as counter:
+        while trainer.step < trainer.total:
+            trainer.train_step()
+    assert expected == pytest.approx(counter.get_total_flops(), rel=0.3)
 
 
 def test_what_exceeds_memory_is_refused_with_a_page_that_fits(target, tmp_path, capsys, monkeypatch):
