@@ -41,6 +41,7 @@ from utils.text import byte_size, count_of
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
 EVALUATION_TOKENS = 2048  # during training, of each held-out page
+EVALUATION_PAUSE = 9  # times as long as an evaluation took, until the next one
 HELD_OUT_SHARE = 4  # held-out pages are smaller than those of training text by this factor
 GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
@@ -250,7 +251,7 @@ class Distillation:
     def _train(self, trainer: Trainer, held_out: Corpus) -> None:
         step_tokens = self._plan.batch
         earlier = self._seconds["training"]
-        saved = started = time.monotonic()
+        saved = started = evaluation = time.monotonic()
         reporter = ProgressReporter(self._report, "training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
             while trainer.step < trainer.total:
@@ -262,9 +263,11 @@ class Distillation:
                     self._shorten(trainer)
                     reporter.total = trainer.total * step_tokens
                 if now - saved > CHECKPOINT_SECONDS:
-                    saved = now
                     self._save_checkpoint(trainer)
-                    self._evaluate(trainer, held_out)
+                    saved = time.monotonic()
+                    if saved >= evaluation:
+                        self._evaluate(trainer, held_out)
+                        evaluation = saved + (1 + EVALUATION_PAUSE) * (time.monotonic() - saved)
                 reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
             if trainer.is_consistent:  # otherwise the last checkpoint stays

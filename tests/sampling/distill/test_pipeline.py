@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -287,12 +288,23 @@ def test_the_time_is_stated(target, tmp_path, capsys, monkeypatch):
     assert f"roughly {timedelta(seconds=96 * 24)} of generation" in message_of(capsys)
 
 
+def test_evaluations_take_a_tenth_of_the_time(target, tmp_path, monkeypatch):
+    """Each takes longer than all steps together."""
+    monkeypatch.setattr(pipeline, "CHECKPOINT_SECONDS", 0.0)
+    slow = mock.Mock(side_effect=lambda *_: time.sleep(2.0))
+    monkeypatch.setattr(pipeline.Distillation, "_evaluate", slow)
+    saves = mock.Mock(wraps=Trainer.save)
+    monkeypatch.setattr(Trainer, "save", lambda self, folder: saves(self, folder))
+    assert run(target, tmp_path) == 0
+    assert slow.call_count == 1 and saves.call_count == 9, "a checkpoint after each of 8 steps, and at the end"
+
+
 def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch):
-    """Those that torch counts in steps of a target with wide layers, of which attention is a small part."""
+    """Those that torch counts, where layers are wide enough that attention is a small part, and Muon a large one."""
     model = tiny_llama(vocab_size=300, hidden_size=96, intermediate_size=384, num_hidden_layers=8)
     save_folder(tmp_path / "target", model, tiny_tokenizer())
     plan = TrainingPlan(
-        *(str(tmp_path / "target"), 576), device="cpu", length=72, page=576, batch=288, passes=1, vocabulary=150
+        *(str(tmp_path / "target"), 144), device="cpu", length=72, page=144, batch=72, passes=1, vocabulary=150
     )
     distillation = pipeline.Distillation(Options(plan, tmp_path / "out", resume=False, keep=False), lambda line: None)
     monkeypatch.setattr(PageGenerator, "speed", lambda self, size: 1.0)
@@ -303,7 +315,7 @@ def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch):
     with FlopCounterMode(display=False) as counter:
         while trainer.step < trainer.total:
             trainer.train_step()
-    assert expected == pytest.approx(counter.get_total_flops(), rel=0.3)
+    assert expected == pytest.approx(counter.get_total_flops(), rel=0.2)
 
 
 def test_what_exceeds_memory_is_refused_with_a_page_that_fits(target, tmp_path, capsys, monkeypatch):
