@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from utils.decode.engine_forward import PREFILL_CHUNK, prefill_pass
+from utils.decode.engine_forward import prefill_pass
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
@@ -183,6 +183,7 @@ LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document re
 SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
 MIN_LENGTH = 192  # of conversations, unless all are shorter
 LEAST_TEXT = 24  # tokens of an answer that may become part of a document
+PASS_TOKENS = 1024  # that are inserted in one pass: all hidden states of a pass are in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,9 @@ class PageGenerator:
         with torch.no_grad(), reader.watching():
             # Every row gets equally many tokens per pass, inserted or one sampled, so nothing is padded.
             while position < length:
-                width = max(1, min(length - position, PREFILL_CHUNK, *(len(row.inserted) for row in conversations)))
+                width = max(
+                    1, min(length - position, PASS_TOKENS // rows, *(len(row.inserted) for row in conversations))
+                )
                 pairs = zip(conversations, sampled, strict=True)
                 block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
                 tokens, sources = block.unbind(-1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sampling.distill import students
 from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
-from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
+from sampling.distill.pages import ANSWER_TEMPERATURES, PASS_TOKENS, SHARES, Corpus, PageGenerator, Script
 from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
@@ -47,6 +47,9 @@ GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
 SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
+# Numbers for each token of a pass besides its hidden states, measured with the embedded target: for each number of a
+# state, and of the width of the MLP.
+OF_PASS, OF_MLP = 36, 4
 # Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
 # drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
 OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
@@ -171,11 +174,18 @@ class Distillation:
             )
 
     def _page_bytes(self, tokens: int) -> int:
-        """The memory of a page while it is generated: keys and values, hidden states (twice), and logits."""
-        model = self._target.model
+        """The memory of a page while it is generated: keys and values, hidden states, and logits.
+
+        Most is needed at its end, where keys have spare capacity and hidden states exist twice, or in the passes that
+        insert documents, with their intermediate results.
+        """
+        model, config = self._target.model, self._new_student().config
         keys: float = cache_bytes(model, 1) * model.dtype.itemsize / 4
+        end = tokens * (SPARE_KEYS * keys + 2 * self._token_bytes)
+        sizes = (layer_count(model) + 1 + OF_PASS) * config.hidden_size + OF_MLP * config.intermediate_size
+        passes = tokens * (keys + self._token_bytes) + min(tokens, PASS_TOKENS) * sizes * model.dtype.itemsize
         rows = tokens / max(self._plan.length // max(SHARES), MIN_FREE_TOKENS)
-        return int(tokens * (SPARE_KEYS * keys + 2 * self._token_bytes) + rows * 3 * 4 * vocabulary_size(model))
+        return int(max(end, passes) + rows * 3 * 4 * vocabulary_size(model))
 
     def _training_bytes(self) -> int:
         """The memory of a training step: weights, states, and scores of attention."""
