@@ -286,9 +286,8 @@ class PageGenerator:
         with torch.no_grad(), reader.watching():
             # Every row gets equally many tokens per pass, inserted or one sampled, so nothing is padded.
             while position < length:
-                width = max(
-                    1, min(length - position, PASS_TOKENS // rows, *(len(row.inserted) for row in conversations))
-                )
+                inserted = min(len(row.inserted) for row in conversations)
+                width = max(1, min(length - position, PASS_TOKENS // rows, inserted))
                 pairs = zip(conversations, sampled, strict=True)
                 block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
                 tokens, sources = block.unbind(-1)
