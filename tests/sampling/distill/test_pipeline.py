@@ -1,8 +1,12 @@
 """`python -m sampling.distill` on a tiny target: what it writes, interruption and resumption, and refusals."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import load_file
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
@@ -106,6 +111,42 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
     ours, theirs = weights(tmp_path / "parts"), weights(finished)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# A program that kills itself while it writes a file, after it has written so many of this kind.
+DYING = """
+import os, signal, sys
+import torch
+from sampling.distill import pages, pipeline, students, trainer
+from sampling.distill.__main__ import main
+kind, left = sys.argv[1], int(sys.argv[2])
+module = {"generation": pages, "training": trainer}[kind]
+save = module.save
+def dying(*arguments, **options):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return save(*arguments, **options)
+module.save, pipeline.CHECKPOINT_SECONDS = dying, 0.0
+students.training_dtype = lambda device: torch.float32
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(("kind", "written", "step"), [("generation", 5, 0), ("training", 3, 3)])
+def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, capsys, kind, written, step):
+    """The page, or the steps since the last checkpoint. The rest gives the weights of an uninterrupted run."""
+    flags = ["--target", str(target), "--out", str(tmp_path), "--device", "cpu", *FLAGS.split()]
+    command = [sys.executable, "-c", DYING, kind, str(written), *flags]
+    killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    pages = len([*(tmp_path / "work").glob("*/page-*")])
+    assert pages == (written if kind == "generation" else 6) and not (tmp_path / "model.safetensors").exists()
+    assert main(["--out", str(tmp_path), "--resume", "--keep"]) == 0
+    assert (f"resuming at step {step} of" in message_of(capsys)) is (step > 0)
+    ours, theirs = weights(tmp_path), weights(finished)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
