@@ -9,6 +9,7 @@ states of the same forward passes; nothing is computed for training only.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from utils.decode.engine_forward import PREFILL_CHUNK, prefill_pass
+from utils.decode.engine_forward import prefill_pass
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
@@ -181,6 +182,7 @@ LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document re
 SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
 MIN_LENGTH = 192  # of conversations, unless all are shorter
 LEAST_TEXT = 24  # tokens of an answer that may become part of a document
+PASS_TOKENS = 1024  # that are inserted in one pass: all hidden states of a pass are in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,7 @@ class PageGenerator:
 
     def __init__(self, model: Any, script: Script, layers: tuple[int, ...], *, length: int) -> None:
         self._model, self._script, self._layers, self._length = model, script, layers, length
+        self._passes: dict[int, float] = {}  # seconds, by number of rows
         if model.config._attn_implementation == "sdpa":
             _use_grouped_attention(model)
 
@@ -272,16 +275,16 @@ class PageGenerator:
         """
         # Generators of their own, so that a page depends on its seed and the earlier pages alone.
         generator = torch.Generator(self._model.device).manual_seed(seed)
-        share = 1 if self._script.complete else SHARES[len(earlier) % len(SHARES)]  # a question may fill a short one
-        length = max(min(MIN_LENGTH, self._length), self._length // share)
-        conversations = self._conversations(random.Random(seed), max(1, size // length), length, earlier)
+        rows, length = self._shape(size, len(earlier))
+        conversations = self._conversations(random.Random(seed), rows, length, earlier)
         cache, reader = empty_cache(self._model), FeatureReader(self._model, self._layers)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         position, sampled = 0, [0] * len(conversations)  # placeholders: rows begin with tokens of the template
         with torch.no_grad(), reader.watching():
             # Every row gets equally many tokens per pass, inserted or one sampled, so nothing is padded.
             while position < length:
-                width = max(1, min(length - position, PREFILL_CHUNK, *(len(row.inserted) for row in conversations)))
+                inserted = min(len(row.inserted) for row in conversations)
+                width = max(1, min(length - position, PASS_TOKENS // rows, inserted))
                 pairs = zip(conversations, sampled, strict=True)
                 block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
                 tokens, sources = block.unbind(-1)
@@ -294,6 +297,36 @@ class PageGenerator:
                 on_tokens(tokens.numel())
         tokens, sources, features = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return TextPage(tokens, features, sources, torch.tensor([row.answer_temperature for row in conversations]))
+
+    def seconds(self, size: int, number: int) -> float:
+        """The expected time of the page with this number: for each position a pass over one token of every row.
+
+        Positions that are inserted together take less, and late ones of long conversations more.
+        """
+        rows, length = self._shape(size, number)
+        return length * self._pass_seconds(rows)
+
+    def speed(self, size: int) -> float:
+        """Operations per second of the passes of a page."""
+        (rows, _), weights = self._shape(size, 0), sum(weight.numel() for weight in self._model.parameters())
+        return float(2 * rows * weights) / self._pass_seconds(rows)
+
+    def _pass_seconds(self, rows: int) -> float:
+        """The time of the second of two passes over one token of every row."""
+        if rows not in self._passes:
+            tokens = torch.zeros((rows, 1), dtype=torch.long, device=self._model.device)
+            for _ in range(2):
+                started = time.monotonic()
+                with torch.no_grad():
+                    self._model(input_ids=tokens, use_cache=False).logits.sum().item()  # waits for a GPU
+                self._passes[rows] = time.monotonic() - started
+        return self._passes[rows]
+
+    def _shape(self, size: int, number: int) -> tuple[int, int]:
+        """The rows of the page with this number, and their length."""
+        share = 1 if self._script.complete else SHARES[number % len(SHARES)]  # a question may fill a short one
+        length = max(min(MIN_LENGTH, self._length), self._length // share)
+        return max(1, size // length), length
 
     def _conversations(self, rng: random.Random, count: int, length: int, earlier: Corpus) -> list[Conversation]:
         """Long ones about documents, and short ones of which some are. Questions from a file have none."""

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from sampling.distill import students
 from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
-from sampling.distill.pages import ANSWER_TEMPERATURES, SHARES, Corpus, PageGenerator, Script
+from sampling.distill.pages import ANSWER_TEMPERATURES, PASS_TOKENS, SHARES, Corpus, PageGenerator, Script
 from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
+from utils.drafter_formats.eagle3 import Eagle3
 from utils.drafter_formats.eagle3_file import new_eagle3, usual_layers
 from utils.errors import UserError
 from utils.models import Reporter
@@ -38,14 +39,19 @@ from utils.text import byte_size, count_of
 FIRST_TRAINING_SEED = 1000  # of a page; lower seeds are for held-out pages
 CHECKPOINT_SECONDS = 120.0
 EVALUATION_TOKENS = 2048  # during training, of each held-out page
+EVALUATION_PAUSE = 9  # times as long as an evaluation took, until the next one
 HELD_OUT_SHARE = 4  # held-out pages are smaller than those of training text by this factor
 GENERATION_SHARE = 0.45  # of --hours
 TIMED_STEPS = 10  # steps after which the training is shortened to what --hours leave
 MIN_FREE_TOKENS = 16  # tokens of a conversation besides the template's
 SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
+# Numbers for each token of a pass besides its hidden states, measured with the embedded target: for each number of a
+# state, and of the width of the MLP.
+OF_PASS, OF_MLP = 36, 4
 # Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
 # drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
 OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
+MUON_ITERATIONS = 5  # of torch's optimizer
 REPORT_SECONDS = 15.0
 LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
 PROGRESS_FILE = "progress.json"
@@ -165,39 +171,73 @@ class Distillation:
             )
 
     def _page_bytes(self, tokens: int) -> int:
-        """The memory of a page while it is generated: keys and values, hidden states (twice), and logits."""
-        model = self._target.model
+        """The memory of a page while it is generated: keys and values, hidden states, and logits.
+
+        Most is needed at its end, where keys have spare capacity and hidden states exist twice, or in the passes that
+        insert documents, with their intermediate results.
+        """
+        model, config = self._target.model, self._new_student().config
         keys: float = cache_bytes(model, 1) * model.dtype.itemsize / 4
+        end = tokens * (SPARE_KEYS * keys + 2 * self._token_bytes)
+        sizes = (layer_count(model) + 1 + OF_PASS) * config.hidden_size + OF_MLP * config.intermediate_size
+        passes = tokens * (keys + self._token_bytes) + min(tokens, PASS_TOKENS) * sizes * model.dtype.itemsize
         rows = tokens / max(self._plan.length // max(SHARES), MIN_FREE_TOKENS)
-        return int(tokens * (SPARE_KEYS * keys + 2 * self._token_bytes) + rows * 3 * 4 * vocabulary_size(model))
+        return int(max(end, passes) + rows * 3 * 4 * vocabulary_size(model))
 
     def _training_bytes(self) -> int:
         """The memory of a training step: weights, states, and scores of attention."""
-        plan, hidden = self._plan, self._target.lm_head.shape[1]
-        with torch.device("meta"):
-            student = new_eagle3(self._target.model, usual_layers(layer_count(self._target.model)))
+        plan, hidden, student = self._plan, self._target.lm_head.shape[1], self._new_student()
         weights = sum(weight.numel() for weight in student.parameters())
         scores = OF_SCORES * student.config.num_attention_heads * plan.length
         return int(4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores)))
+
+    def _new_student(self) -> Eagle3:
+        """A new drafter without memory for its weights."""
+        with torch.device("meta"):
+            return new_eagle3(self._target.model, usual_layers(layer_count(self._target.model)))
+
+    def _seconds_left(self) -> tuple[float, float]:
+        """The expected time of the generation and of the training, by the time of passes of the target.
+
+        A training step has forward and backward passes for all drafts, logits of the drafter and of the target, and the
+        iterations of Muon.
+        """
+        plan, generator, work = self._plan, self._generator, self._options.work
+        held_out, corpus = len(Corpus(work / "held-out")), len(Corpus(work / "pages"))
+        generation = sum(
+            generator.seconds(self._held_out_size, number) for number in range(held_out, self._held_out_pages)
+        ) + sum(generator.seconds(plan.page, number) for number in range(corpus, self._pages))
+        shapes = [weight.shape for weight in self._new_student().parameters()]
+        drafted = 6 * (sum(map(math.prod, shapes)) + plan.vocabulary * self._target.lm_head.shape[1])
+        matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
+        muon = MUON_ITERATIONS * sum(4 * few * few * many + 2 * few**3 for few, many in matrices)
+        steps = self._pages * (plan.page // plan.batch) * plan.passes
+        return generation, steps * (plan.steps * plan.batch * drafted + muon) / generator.speed(plan.page)
 
     def _need_text(self) -> str:
         needed = max(self._page_bytes(self._plan.page), self._training_bytes())
         return f"Besides the target, this needs {byte_size(needed)}"
 
     def _plan_text(self) -> str:
+        """What will be generated, in which number format, and what it takes."""
         plan, model = self._plan, self._target.model
         held_out = f"{count_of(self._held_out_pages, 'held-out page')} of {self._held_out_size:,}"
+        generation, training = (timedelta(seconds=round(seconds)) for seconds in self._seconds_left())
+        limit = f", in {plan.hours:g} h as far as possible" if plan.hours else ""
         return (
             f"generating {self._pages:,} pages of {plan.page:,} tokens, and {held_out}, in conversations of up to "
             f"{plan.length:,} tokens. Then {plan.passes} passes of training. All in "
-            f"{str(model.dtype).removeprefix('torch.')} on {model.device}. {self._need_text()} of memory and "
-            f"{byte_size(self._pages * plan.page * self._token_bytes)} of disk."
+            f"{str(model.dtype).removeprefix('torch.')} on {model.device}. {self._need_text()} of memory, "
+            f"{byte_size(self._pages * plan.page * self._token_bytes)} of disk, and roughly {generation} of generation "
+            f"and {training} of training{limit}."
         )
 
     def _add_page(self, corpus: Corpus, first_seed: int, size: int, reporter: ProgressReporter) -> None:
         # Neighbouring seeds of the plan must not share pages.
-        seed = self._plan.seed * 100_000 + first_seed + len(corpus)
+        seed, started = self._plan.seed * 100_000 + first_seed + len(corpus), time.monotonic()
         corpus.add(self._generator.generate(seed, size, corpus, on_tokens=reporter.advance))
+        self._seconds["writing"] += time.monotonic() - started
+        write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _generate(self, corpus: Corpus) -> None:
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
@@ -205,10 +245,7 @@ class Distillation:
         reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)
         # At least one page, however short the time: training needs text.
         while len(corpus) < self._pages and (self._seconds["writing"] < limit or not len(corpus)):
-            started = time.monotonic()
             self._add_page(corpus, FIRST_TRAINING_SEED, page, reporter)
-            self._seconds["writing"] += time.monotonic() - started
-            write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _trainer(self, corpus: Corpus) -> Trainer:
         student = students.create_student(self._target, corpus, self._plan)
@@ -221,7 +258,7 @@ class Distillation:
     def _train(self, trainer: Trainer, held_out: Corpus) -> None:
         step_tokens = self._plan.batch
         earlier = self._seconds["training"]
-        saved = started = time.monotonic()
+        saved = started = evaluation = time.monotonic()
         reporter = ProgressReporter(self._report, "training", trainer.step * step_tokens, trainer.total * step_tokens)
         try:
             while trainer.step < trainer.total:
@@ -233,9 +270,11 @@ class Distillation:
                     self._shorten(trainer)
                     reporter.total = trainer.total * step_tokens
                 if now - saved > CHECKPOINT_SECONDS:
-                    saved = now
                     self._save_checkpoint(trainer)
-                    self._evaluate(trainer, held_out)
+                    saved = time.monotonic()
+                    if saved >= evaluation:
+                        self._evaluate(trainer, held_out)
+                        evaluation = saved + (1 + EVALUATION_PAUSE) * (time.monotonic() - saved)
                 reporter.advance(step_tokens, f", loss {trainer.loss:.2f}")
         finally:
             if trainer.is_consistent:  # otherwise the last checkpoint stays

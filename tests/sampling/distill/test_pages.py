@@ -8,6 +8,7 @@ from tiny import hidden_features, tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from sampling.distill import pages
 from sampling.distill.pages import (
     ANSWER,
     DOCUMENT,
@@ -53,6 +54,19 @@ def test_a_page_matches_the_target(page_of):
     assert page.tokens[:, : len(script.prefix)].tolist() == [list(script.prefix)] * 6
     greedy = (page.answers & (page.temperatures == 0)[:, None])[:, 1:]
     assert greedy.any() and torch.equal(output.logits.argmax(-1)[:, :-1][greedy], page.tokens[:, 1:].long()[greedy])
+
+
+def test_passes_are_small_enough_for_all_their_hidden_states(page_of, monkeypatch):
+    """Six documents are inserted 24 tokens at a time, 4 of each, and give the greedy texts that one pass gives."""
+    model = tiny_llama(vocab_size=300)
+    questions, sizes = ["Why? " * 6], []
+    whole, _ = page_of(model, length=90, questions=questions)
+    monkeypatch.setattr(pages, "PASS_TOKENS", 24)
+    model.register_forward_pre_hook(lambda _, __, named: sizes.append(named["input_ids"].numel()), with_kwargs=True)
+    page, _ = page_of(model, length=90, questions=questions)
+    assert sizes[0] == 24 and max(sizes) == 24
+    greedy = page.temperatures == 0  # other rows have drawn more placeholders
+    assert torch.equal(page.tokens[greedy], whole.tokens[greedy])
 
 
 def test_a_seed_determines_the_page(page_of):

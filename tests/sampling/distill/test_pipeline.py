@@ -1,20 +1,29 @@
 """`python -m sampling.distill` on a tiny target: what it writes, interruption and resumption, and refusals."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import load_file
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from sampling.distill import pipeline
 from sampling.distill.__main__ import main
-from sampling.distill.pages import Corpus
+from sampling.distill.options import Options, TrainingPlan
+from sampling.distill.pages import Corpus, PageGenerator
 from sampling.distill.trainer import Trainer
 
 FLAGS = "--tokens 1000 --page 576 --length 96 --batch 288 --passes 2 --vocabulary 150"
@@ -102,6 +111,42 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     assert main(["--out", str(tmp_path / "parts"), "--resume"]) == 0
     ours, theirs = weights(tmp_path / "parts"), weights(finished)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# A program that kills itself while it writes a file, after it has written so many of this kind.
+DYING = """
+import os, signal, sys
+import torch
+from sampling.distill import pages, pipeline, students, trainer
+from sampling.distill.__main__ import main
+kind, left = sys.argv[1], int(sys.argv[2])
+module = {"generation": pages, "training": trainer}[kind]
+save = module.save
+def dying(*arguments, **options):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return save(*arguments, **options)
+module.save, pipeline.CHECKPOINT_SECONDS = dying, 0.0
+students.training_dtype = lambda device: torch.float32
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(("kind", "written", "step"), [("generation", 5, 0), ("training", 3, 3)])
+def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, capsys, kind, written, step):
+    """The page, or the steps since the last checkpoint. The rest gives the weights of an uninterrupted run."""
+    flags = ["--target", str(target), "--out", str(tmp_path), "--device", "cpu", *FLAGS.split()]
+    command = [sys.executable, "-c", DYING, kind, str(written), *flags]
+    killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    pages = len([*(tmp_path / "work").glob("*/page-*")])
+    assert pages == (written if kind == "generation" else 6) and not (tmp_path / "model.safetensors").exists()
+    assert main(["--out", str(tmp_path), "--resume", "--keep"]) == 0
+    assert (f"resuming at step {step} of" in message_of(capsys)) is (step > 0)
+    ours, theirs = weights(tmp_path), weights(finished)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -261,6 +306,57 @@ def test_a_flag_that_is_no_number_is_named_with_what_is_allowed(tmp_path, capsys
 def test_hours_limit_the_training(target, tmp_path):
     assert run(target, tmp_path, "--keep", "--hours", "0.0002", "--passes", "5000") == 0
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["training"] < 10
+
+
+def test_the_time_is_stated(target, tmp_path, capsys, monkeypatch):
+    """A pass takes a second a row: 5 pages of 6 rows and 4 of 1, of 96 positions. A resumed run needs only the rest."""
+    monkeypatch.setattr(PageGenerator, "_pass_seconds", lambda self, rows: float(rows))
+    original, calls = Corpus.add, []
+
+    def interrupted(self, page):
+        original(self, page)
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Corpus, "add", interrupted)
+    assert run(target, tmp_path, "--tokens", "2880") == 130
+    assert f"roughly {timedelta(seconds=96 * 34)} of generation" in message_of(capsys)
+    assert json.loads((tmp_path / "work" / "progress.json").read_text())["writing"] > 0, "held-out pages count"
+    monkeypatch.setattr(Corpus, "add", interrupted)
+    monkeypatch.setattr(pipeline.Distillation, "_train", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["--out", str(tmp_path), "--resume"]) == 130
+    assert f"roughly {timedelta(seconds=96 * 24)} of generation" in message_of(capsys)
+
+
+def test_evaluations_take_a_tenth_of_the_time(target, tmp_path, monkeypatch):
+    """Each takes longer than all steps together."""
+    monkeypatch.setattr(pipeline, "CHECKPOINT_SECONDS", 0.0)
+    slow = mock.Mock(side_effect=lambda *_: time.sleep(2.0))
+    monkeypatch.setattr(pipeline.Distillation, "_evaluate", slow)
+    saves = mock.Mock(wraps=Trainer.save)
+    monkeypatch.setattr(Trainer, "save", lambda self, folder: saves(self, folder))
+    assert run(target, tmp_path) == 0
+    assert slow.call_count == 1 and saves.call_count == 9, "a checkpoint after each of 8 steps, and at the end"
+
+
+def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch):
+    """Those that torch counts, where layers are wide enough that attention is a small part, and Muon a large one."""
+    model = tiny_llama(vocab_size=300, hidden_size=96, intermediate_size=384, num_hidden_layers=8)
+    save_folder(tmp_path / "target", model, tiny_tokenizer())
+    plan = TrainingPlan(
+        *(str(tmp_path / "target"), 144), device="cpu", length=72, page=144, batch=72, passes=1, vocabulary=150
+    )
+    distillation = pipeline.Distillation(Options(plan, tmp_path / "out", resume=False, keep=False), lambda line: None)
+    monkeypatch.setattr(PageGenerator, "speed", lambda self, size: 1.0)
+    _, expected = distillation._seconds_left()
+    corpus = Corpus(tmp_path / "pages")
+    corpus.add(distillation._generator.generate(0, plan.page, corpus))
+    trainer = distillation._trainer(corpus)
+    with FlopCounterMode(display=False) as counter:
+        while trainer.step < trainer.total:
+            trainer.train_step()
+    assert expected == pytest.approx(counter.get_total_flops(), rel=0.2)
 
 
 def test_what_exceeds_memory_is_refused_with_a_page_that_fits(target, tmp_path, capsys, monkeypatch):
