@@ -16,11 +16,12 @@ from sampling.speculative import speculative_steps
 from sampling.verification import choose_rule
 from utils.bounds import FILLER_TOP_K
 from utils.decode.decoding import Decoding, token_ids
-from utils.decode.drafts import Draft, DraftEvidence, Verified, matching_prefix
+from utils.decode.drafts import Draft, DraftEvidence, Verified
 from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
 from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Domain, Noise
+from utils.decode.steps import matching_prefix
 from utils.logits_processor import LogitsProcessor, top_tokens
 from utils.metrics.results import acceptance_of, tokens_of
 

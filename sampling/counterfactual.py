@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sampling.speculative import speculative_steps
 from utils.decode.decoding import Decoding
-from utils.decode.drafts import Draft, Drafter, Verified, matching_prefix
+from utils.decode.drafts import Draft, Drafter, Verified
 from utils.decode.noise import Domain, Noise
-from utils.decode.steps import Step
+from utils.decode.steps import Step, matching_prefix
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
 from utils.metrics.results import RoundTiming, Stopwatch, TimedDrafter
 

@@ -182,7 +182,7 @@ LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document re
 SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
 MIN_LENGTH = 192  # of conversations, unless all are shorter
 LEAST_TEXT = 24  # tokens of an answer that may become part of a document
-PASS_TOKENS = 1024  # that are inserted in one pass: all hidden states of a pass are in memory
+PASS_TOKENS = 2048  # that are inserted in one pass: all hidden states of a pass are in memory
 
 
 @dataclass(frozen=True, slots=True)

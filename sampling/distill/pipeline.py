@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import time
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -157,7 +158,8 @@ class Distillation:
         """Raise UserError if memory or disk do not suffice, with what would."""
         page, free = self._plan.page, free_bytes(str(self._target.model.device))
         if max(self._page_bytes(page), self._training_bytes()) > free:
-            most = int(page * free / self._page_bytes(page)) // self._plan.batch * self._plan.batch
+            batch = self._plan.batch
+            most = batch * bisect_right(range(batch, page + 1, batch), free, key=self._page_bytes)
             suffices = most and self._training_bytes() <= free
             fits = f"--page {most}" if suffices else "a smaller --batch and --length"
             raise UserError(f"{self._need_text()} of memory, and {byte_size(free)} are free: choose {fits}.")

@@ -11,8 +11,9 @@ from itertools import takewhile
 from typing import Any
 
 from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
-from utils.decode.drafts import NO_DRAFT, Draft, Verified, matching_prefix
+from utils.decode.drafts import NO_DRAFT, Draft, Verified
 from utils.decode.model_session import ModelSession
+from utils.decode.steps import matching_prefix
 
 TAIL = 16  # target tokens before a draft, with which its first token may merge
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for part of a character

@@ -114,8 +114,9 @@ def block_session(session: ModelSession, target: Any) -> tuple[Session, int]:
 
     Raises UserError as `masked_block`.
     """
-    own, theirs = (model.get_input_embeddings().weight for model in (session.model, target))
+    model = session.model
     # The first layers of a target that is a PARD model have its config and its weights, but were not trained for this.
-    if (block := masked_block(session.model)) is None or own is theirs:
+    block = masked_block(model)
+    if block is None or model.get_input_embeddings().weight is target.get_input_embeddings().weight:
         return session, 1
     return MaskedSession(session, block.token, block.size), block.size

@@ -8,9 +8,10 @@ from torch.nn.functional import pad
 
 from sampling.drafters.adaptive_gamma import AdaptiveGamma, Bucket
 from utils.decode.decoding import Decoding
-from utils.decode.drafts import NO_DRAFT, Draft, Drafter, DraftEvidence, Verified, matching_prefix
+from utils.decode.drafts import NO_DRAFT, Draft, Drafter, DraftEvidence, Verified
 from utils.decode.noise import Domain
 from utils.decode.session import Session
+from utils.decode.steps import matching_prefix
 from utils.logits_processor import one_thread
 
 

@@ -5,7 +5,6 @@ It lives below all drafters and all observers, so that a stopwatch or a trace se
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Protocol
 
 from torch import Tensor
@@ -78,8 +77,3 @@ class Drafter(Protocol):
 
     def commit(self, context: list[int], verified: Verified) -> None:
         """Take note of the context after the round, and of the target's output in it."""
-
-
-def matching_prefix(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """The number of entries, from the front, that are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

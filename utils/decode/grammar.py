@@ -15,7 +15,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from utils.decode.drafts import matching_prefix
+from utils.decode.steps import matching_prefix
 from utils.errors import UserError
 from utils.logits_processor import one_thread
 

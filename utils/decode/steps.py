@@ -7,6 +7,7 @@ and statistics are written once. Nothing here knows models, text or time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 
 class FinishReason(StrEnum):
@@ -68,3 +69,8 @@ def by_position(rounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         )
         for position in range(max((drafted for drafted, _ in rounds), default=0))
     ]
+
+
+def matching_prefix(ours: Sequence[object], theirs: Sequence[object]) -> int:
+    """The number of entries, from the front, that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

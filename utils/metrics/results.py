@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified, matching_prefix
+from utils.decode.drafts import Draft, Drafter, DraftEvidence, Verified
 from utils.decode.session import TargetSession
-from utils.decode.steps import FinishReason, Step, by_position
+from utils.decode.steps import FinishReason, Step, by_position, matching_prefix
 
 Clock = Callable[[], float]
 

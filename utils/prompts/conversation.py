@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from utils.decode.drafts import matching_prefix
 from utils.decode.model_info import vocabulary_size
+from utils.decode.steps import matching_prefix
 from utils.errors import ContextOverflow, UserError
 from utils.models.load_errors import first_line
 from utils.prompts.request_fields import request_messages

@@ -77,7 +77,7 @@ def test_the_end_of_the_program_does_not_wait_for_a_measurement(
 ) -> None:
     monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: True)
 
-    def measure(probe: object, *, repeats: int, report: Callable[[str], None]) -> object:
+    def measure(probe: object, *, report: Callable[[str], None]) -> object:
         report("measuring")
         raise AssertionError("it went on")
 
