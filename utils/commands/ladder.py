@@ -230,7 +230,7 @@ class _Ladder:
 
     def _cut(self, text: str, length: int) -> str:
         """The end of the text with the question, as long as a prompt in a context of this many tokens may be. Raises
-        UserError if there is no such prompt, context or memory.
+        UserError if the length leaves no room for text, or exceeds the target's context length or the free memory.
         """
         limit = context_length(self._models[0]) if self._models else None
         if limit is not None and length > limit:

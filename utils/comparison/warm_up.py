@@ -105,9 +105,8 @@ def _timed_drafts(job: Job, length: int) -> tuple[float, float]:
     bounds = [context_length(model) for model in (job.pair.target, job.pair.drafter) if model is not None]
     length = max(1, min([length, *(bound - 2 * TIMED_ROUNDS for bound in bounds if bound is not None)]))
     tokens = PROMPT[:1] * (length + TIMED_ROUNDS)
-    if not drafter_kind(
-        job.drafter
-    ).has_probs:  # they index the text, and one that repeats a single token takes them many times as long
+    # Drafters without distributions index the text, and one that repeats a single token takes them many times as long.
+    if not drafter_kind(job.drafter).has_probs:
         tokens = Random(0).choices(range(min(FEW_IDS, vocabulary_size(job.pair.target))), k=len(tokens))
     job = replace(job, prompt=tokens[:length])
     built = job.build_drafter()

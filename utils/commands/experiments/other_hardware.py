@@ -333,8 +333,10 @@ COUNTS = ("drafted", "rounds", "new_tokens", "target_forwards")
 
 
 def measured(rows: Sequence[Row]) -> dict[str, Any]:
-    """`plain` and `points` from records of runs with the loaded drafter, or of servers, and of their baselines: means
-    by gamma, of which the smallest and the largest number of drafts count. Raises UserError if there are none.
+    """`plain` and `points` from records of runs with the loaded drafter or of servers, and of their baselines.
+
+    Runs with the same gamma make a point, with their mean speed, drafts per round and tokens per round. The points with
+    the fewest and the most drafts are used. Raises UserError if runs with drafts or their baselines are missing.
     """
     timed = [row for row in rows if row.get("decode_tokens_per_second")]
     drafting = [
