@@ -261,8 +261,6 @@ def _add_lead(module: ir.Module) -> None:
     """
     code, (state, count) = new_function(module, "lead", [POINTER, INT])
     jobs = code.load(code.at(state, INT(_JOBS), INT), typ=POINTER)
-    running = code.at(state, INT(_RUNNING), INT)
-    code.atomic_rmw("xchg", running, INT(1), "monotonic")
 
     def run_job(index: ir.Value) -> None:
         start = code.mul(index, INT(3))
@@ -289,7 +287,6 @@ def _add_lead(module: ir.Module) -> None:
         code.position_at_end(done)
 
     code.for_each(count, run_job)
-    code.atomic_rmw("xchg", running, INT(0), "monotonic")
     code.ret_void()
 
 
@@ -348,10 +345,14 @@ class Workers:
             if self._lead is None or len(self._wakes) < others:
                 self._start(others)
             state[_JOBS], state[_OTHERS] = ctypes.addressof(jobs), others
-            if state[_SERVING] < others:
-                for wake in self._wakes[:others]:
-                    wake.set()
-            self._lead(self._address, count)
+            try:
+                state[_RUNNING] = 1
+                if state[_SERVING] < others:
+                    for wake in self._wakes[:others]:
+                        wake.set()
+                self._lead(self._address, count)
+            finally:
+                state[_RUNNING] = 0
 
     def _start(self, others: int) -> None:
         if self._lead is None:
@@ -370,6 +371,9 @@ class Workers:
             wake.wait()
             wake.clear()
             self._serve(self._address, index)
+            # A list that began while this thread stopped may have counted it as awake.
+            while self._state[_RUNNING] and index < self._state[_OTHERS]:
+                self._serve(self._address, index)
 
 
 WORKERS = Workers()

@@ -1,9 +1,10 @@
 """Machine code: jobs on several threads, threads that sleep and wake, and the exponential function."""
 
+import ctypes
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from utils.engine import machine_code
 from utils.engine.machine_code import (
     FLOAT,
     INT,
+    NATIVE_CALL,
     POINTER,
     WORKERS,
     Workers,
@@ -73,31 +75,64 @@ def until(done: Callable[[], bool]) -> None:
 
 
 def test_threads_sleep_and_wake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_code, "_SPINS", 1_000_000)  # so that a thread that is awake is seen
+    monkeypatch.setattr(machine_code, "_SPINS", 1000)
     torch.set_num_threads(3)
     workers = Workers()
-    for _ in range(2):
-        assert torch.equal(*run_next([8, 9], workers=workers))
-        until(lambda: workers._state[machine_code._SERVING] == 2)
+    for _ in range(3):
         assert torch.equal(*run_next([64] * 9, rounds=1000, workers=workers))
         until(lambda: workers._state[machine_code._SERVING] == 0)
 
 
+def python_job(function: Callable[[], object]) -> tuple[int, Any, int]:
+    """A job that the calling thread computes alone, in Python."""
+    call = NATIVE_CALL(lambda *_: function())
+    address = ctypes.cast(call, ctypes.c_void_p).value
+    assert address is not None
+    return address, call, 1
+
+
 def test_threads_stay_until_the_last_job_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long other threads take for an item, because nobody would wake them."""
-    monkeypatch.setattr(machine_code, "_SPINS", 20_000)  # a moment, since a thread may wake before the list begins
+    """However long it takes, because nobody would wake them, and also if they wake before it begins."""
+    monkeypatch.setattr(machine_code, "_SPINS", 1)
+    torch.set_num_threads(2)
+    workers = Workers()
+    for _ in range(20):
+        may_end = Event()
+        job = python_job(partial(may_end.wait, 60))
+        caller = Thread(target=workers.run, args=job_list([job]))
+        caller.start()
+        until(lambda: workers._state[machine_code._SERVING] == 1)
+        time.sleep(1e-3)
+        until(lambda: workers._state[machine_code._SERVING] == 1)
+        may_end.set()
+        caller.join()
+
+
+def test_a_thread_that_stops_while_a_list_begins_takes_part() -> None:
+    """Nobody has woken it, because it was still counted as awake."""
     torch.set_num_threads(2)
     workers = Workers()
     run_next([2], workers=workers)
-    sizes = [2, *[1] * 20]  # jobs that one thread computes alone
-    caller = Thread(target=run_next, args=(sizes,), kwargs={"rounds": 60_000_000, "workers": workers})
-    caller.start()
-    until(lambda: workers._state[machine_code._SERVING] == 1)
-    time.sleep(0.1)
-    until(lambda: workers._state[machine_code._SERVING] == 1)  # one that woke too early is woken again
-    assert caller.is_alive()
-    caller.join()
     until(lambda: workers._state[machine_code._SERVING] == 0)
+    times: list[int] = []
+    may_stop = Event()
+
+    def serve(*_: int) -> None:
+        workers._state[machine_code._SERVING] = 1
+        times.append(1)
+        may_stop.wait(60)
+        workers._state[machine_code._SERVING] = 0
+
+    def stop() -> None:
+        may_stop.set()
+        until(lambda: len(times) > 1)
+
+    workers._serve = serve
+    run_next([2], workers=workers)
+    until(lambda: len(times) == 1)
+    job = python_job(stop)
+    workers.run(*job_list([job]))
+    assert len(times) > 1
 
 
 def test_fewer_threads_can_follow_more() -> None:
