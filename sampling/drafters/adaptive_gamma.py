@@ -115,12 +115,13 @@ class AdaptiveGamma:
 
     @property
     def never_drafts(self) -> bool:
-        """Whether reading the prompt costs more than drafts may lose in the longest run. False if another drafter's
-        gains might pay for it.
+        """Whether reading the prompt costs more than drafts can save in the longest run, or than they may lose. Gains of
+        another drafter may pay for the latter.
         """
-        if self._max_new is None or self._shares:
+        if self._max_new is None:
             return False
-        return self._reading > LOSS * (self._prefill + self._max_new)
+        most = self._max_new  # drafts save less than a decode step per token
+        return self._reading >= most or (not self._shares and self._reading > LOSS * (self._prefill + most))
 
     @property
     def _reading(self) -> float:

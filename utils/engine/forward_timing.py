@@ -20,7 +20,7 @@ from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
 from utils.errors import UserError
 
-SHORT, LONG = 64, 1024  # tokens before the first timed forward pass
+SHORT, LONG = 64, 4096  # tokens before the first timed forward pass
 LONG_BYTES = 1 << 28  # of keys and values of the longer context at most
 READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)

@@ -122,12 +122,14 @@ def test_the_target_keeps_hidden_states_only_for_a_head_that_may_draft(read: dic
     assert set(asked) == {kept}
 
 
-def test_a_drafter_whose_reading_another_one_may_pay_for_can_still_draft() -> None:
-    adaptive = AdaptiveGamma(Costs.of([0.05], {}, DEAR), 0.0, ThroughputEstimate(), kind="drafter", max_new=TOKENS)
+@pytest.mark.parametrize(("cost", "never"), [(250.0, False), (1000.0, True)])
+def test_another_drafter_may_pay_for_reading_that_takes_less_than_the_longest_run(cost: float, never: bool) -> None:
+    costs = Costs.of([0.05], {}, {"drafter": cost})
+    adaptive = AdaptiveGamma(costs, 0.0, ThroughputEstimate(), kind="drafter", max_new=TOKENS)
     adaptive.begin(PROMPT, PROMPT)
-    assert not adaptive.never_drafts and not adaptive.continues([])
+    assert adaptive.never_drafts is never and not adaptive.continues([])
     adaptive._throughput.gain = 1000.0
-    assert adaptive.continues([]) is False, "it would take longer than the rest of the run"
+    assert adaptive.continues([]) is not never
 
 
 def test_a_waiting_head_copies_no_features() -> None:

@@ -76,12 +76,12 @@ def test_any_model_can_be_measured_for_longer_than_its_context(build: Any) -> No
 
 
 def test_the_longer_context_is_padded_and_stays_as_long() -> None:
-    model, widths = tiny_llama(max_position_embeddings=2048), []
+    model, widths = tiny_llama(max_position_embeddings=8192), []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     probe: ForwardProbe | None = ForwardProbe(model)
-    for length in (64, 1024):
+    for length in (64, 4096):
         assert probe is not None and probe.length == length
         for width in (3, 1, 5):
             probe.forward(width)
@@ -114,5 +114,5 @@ def test_an_engine_measures_both_lengths() -> None:
     model = tiny_llama(max_position_embeddings=2048)
     engine = Engine([model])
     engine.measure()
-    assert engine.longer is not None and (engine.longer.short, engine.longer.length) == (64, 1024)
+    assert engine.longer is not None and (engine.longer.short, engine.longer.length) == (64, 2048 - 17)
     assert len(engine.longer.costs) == len(engine.costs) and engine.longer.step_seconds > 0
