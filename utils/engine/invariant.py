@@ -161,7 +161,9 @@ class CompiledBuilder:
             for model in models
             for name, part in model.named_modules()
         }
-        self._heads = {id(model.get_output_embeddings().weight) for model in models}
+        heads = (model.get_output_embeddings() for model in models)
+        # The weight of a layer that an engine has replaced would be unpacked first.
+        self._heads = {id(head.weight) for head in heads if isinstance(head, nn.Linear)}
 
     def __call__(self, layers: Sequence[nn.Linear]) -> list[Kernel]:
         forms = [self._form(layer) for layer in layers]

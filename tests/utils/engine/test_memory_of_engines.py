@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from fixed_speeds import fix_speeds, steady
 from paths import ROOT
 from stored_models import from_files
 from tiny import tiny_llama
+from torch import nn
 
 from utils.engine import Engine, weight_format
+from utils.engine.compiled_products import CompiledKernel
 from utils.engine.engine import LAYER_ENGINES
+from utils.engine.invariant import InvariantEngine
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -48,6 +52,13 @@ def test_an_engine_never_holds_the_weights_twice(cases: list[str], tmp_path: Pat
         final = SHARES[case] * loaded
         assert final <= 1.05 * found["weights"] <= 1.2 * final, (case, found)
         assert found["peak"] <= 1.2 * final + OVERHEAD, (case, found)
+
+
+def test_installing_unpacks_no_weight_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output head in float32 takes more than many layers in 4 bits."""
+    monkeypatch.setattr(CompiledKernel, "weight", mock.Mock(side_effect=AssertionError))
+    engine = InvariantEngine([tiny_llama(hidden_size=64)], [nn.Linear(64, 32)], EngineWeights("int4"))
+    assert not engine.install()
 
 
 def with_memory(engine: Engine, count: int) -> Engine:
