@@ -42,7 +42,7 @@ from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.prompts.prompt_files import Prompt, read_prompts
 from utils.repl.line_input import LineHistory, history_path, piped_lines, quiet_keyboard, typed_lines
-from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools, announcer
+from utils.repl.loaded_pair import STARTING_ENGINE, SessionTools
 from utils.repl.repl_session import ReplSession, Verdict
 from utils.repl.status import limits_of
 from utils.screen.renderer import OutputError, Renderer, make_renderer
@@ -64,7 +64,7 @@ def start_session(
     """Load the models, warm them up and start a session. Raises UserError for whatever cannot be loaded or written."""
     records = RecordFile(arguments.json) if arguments.json else None
     first_settings(arguments, Limits())  # reports invalid settings before anything slow
-    announce = announcer(renderer)
+    announce = renderer.announce
     pair = None if arguments.servers_only else load_pair(request_from_flags(arguments), announce)
     if pair is not None and not interactive:
         renderer.note(loaded_message(pair))

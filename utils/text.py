@@ -27,6 +27,13 @@ _UNSAFE: dict[int, str] = (
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
 
 
+class Count(str):
+    """A message that only says how far the step has got that the last message began.
+
+    A screen shows it on a line that the next one replaces; where lines cannot be replaced it drops most of them.
+    """
+
+
 def visible(text: str) -> str:
     """The text with control characters, except newline and tab, replaced by visible symbols."""
     return text.translate(_UNSAFE)

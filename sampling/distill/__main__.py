@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse_options(argv)
         from sampling.distill.pipeline import Distillation
 
-        Distillation(options, renderer.note).run()
+        Distillation(options, renderer.announce).run()
     except KeyboardInterrupt:
         renderer.note("Interrupted. If generation had started, --out FOLDER --resume continues.")
         return 130

@@ -115,8 +115,8 @@ class AdaptiveGamma:
 
     @property
     def never_drafts(self) -> bool:
-        """Whether reading the prompt costs more than drafts can save in the longest run, or than they may lose. Gains of
-        another drafter may pay for the latter.
+        """Whether reading the prompt costs more than drafts can save in the longest run, or more than they may lose,
+        which gains of another drafter may pay for.
         """
         if self._max_new is None:
             return False

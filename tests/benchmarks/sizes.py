@@ -93,7 +93,7 @@ def _final_bytes(count: tuple[int, int], weights: str) -> float:
 def main(argv: list[str] | None = None) -> None:
     """Measure the rows that the flags describe."""
     flags, screen = flags_of(argv), make_renderer(interactive=False)
-    tokenizer = AutoTokenizer.from_pretrained(embedded_folder(screen.note))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_folder(screen.announce))
     setting = describe(flags)
     screen.result(first_line(setting))
     measured: list[tuple[Row, Figures, tuple[int, int]]] = []

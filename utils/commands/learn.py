@@ -42,7 +42,6 @@ from utils.drafter_formats.eagle3 import Eagle3
 from utils.drafter_formats.eagle3_file import can_be_stored
 from utils.errors import UserError
 from utils.files import read_text, user_folder
-from utils.models import Count
 from utils.models.embedded import EMBEDDED_HEAD
 from utils.models.memory import free_bytes, needed_bytes, weight_counts
 from utils.models.sources import cached_folder, locate, parse_path
@@ -50,7 +49,7 @@ from utils.pairs.load_pair import with_drafter
 from utils.pairs.pair import Pair
 from utils.pairs.request import HEAD, LOADED
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, read_prompts, spaced
-from utils.text import byte_size, count_of
+from utils.text import Count, byte_size, count_of
 
 NGRAM, WAIT, STOP = "ngram", "wait", "stop"
 MINUTES = RealRange("number of minutes", 0, 1440, excludes_low=True)

@@ -5,15 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
+from utils.text import Count
+
 Reporter = Callable[[str], None]  # shows one line of progress to the user
 EVERY = 0.5  # seconds
-
-
-class Count(str):
-    """A message that only says how far the step has got that the last message began.
-
-    A screen shows it on a line that the next one replaces; where lines cannot be replaced it drops it.
-    """
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from typing import Any
 from utils.artifact_cache import build_folder, digest, is_intact, remove_stale
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import Count, Reporter, counted_seconds
+from utils.models import Reporter, counted_seconds
+from utils.text import Count
 
 MODEL_NAME, NAME = "SmolLM2-135M-Instruct", "The embedded model"
 EMBEDDED_HEAD = Path(__file__).parent / "embedded_head"

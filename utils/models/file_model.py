@@ -21,7 +21,6 @@ from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
 from utils.files import file_state, has_changed
-from utils.models import Count
 from utils.models.memory import Placement, plan_memory
 from utils.models.sources import (
     Source,
@@ -31,7 +30,7 @@ from utils.models.sources import (
     stored_tensors,
     weight_files,
 )
-from utils.text import byte_size
+from utils.text import Count, byte_size
 
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

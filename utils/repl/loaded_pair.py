@@ -22,7 +22,6 @@ from utils.engine.engine_choice import TYPICAL, Workload
 from utils.engine.stored_results import ResultFile
 from utils.errors import UserError
 from utils.metrics.costs import Costs
-from utils.models import Count
 from utils.pairs.doctor import OWN_PROMPT, settle_reading
 from utils.pairs.drafter_kinds import surviving_kinds
 from utils.pairs.pair import Pair, loaded_message
@@ -106,20 +105,6 @@ class SessionTools:
     pairs: Mapping[str, PairSpec] = field(default_factory=lambda: PAIRS)
     strategies: Sequence[Strategy] = STRATEGIES
     results: ResultFile | None = None
-
-
-def announcer(renderer: Renderer) -> Callable[[str], None]:
-    """A function that shows messages of loading. A message that ends with "..." is replaced by the next one."""
-
-    def announce(text: str) -> None:
-        if isinstance(text, Count):
-            renderer.step(text)
-        elif text.endswith("..."):
-            renderer.progress(text)
-        else:
-            renderer.note(text)
-
-    return announce
 
 
 class LoadedPair:
@@ -286,7 +271,7 @@ def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) 
     """
     assert tools.load is not None
     renderer, threads = tools.renderer, torch.get_num_threads()
-    note, announce = renderer.note, announcer(renderer)
+    note, announce = renderer.note, renderer.announce
     before, state = current.settings, current.harness.state
     state.settle_records()
     try:

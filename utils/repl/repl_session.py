@@ -25,7 +25,6 @@ from utils.decode.steps import FinishReason
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.metrics.divergence import Divergence
-from utils.models import Count
 from utils.models.load_errors import is_out_of_memory
 from utils.pairs.pair import Pair
 from utils.pairs.request import PairRequest
@@ -35,7 +34,7 @@ from utils.repl.status import first_screen, model_facts, server_screen, status_l
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, RunView, show_comparison, show_report
 from utils.servers.address import ServerAddress
-from utils.text import encodable, quoted_text, unescape
+from utils.text import Count, encodable, quoted_text, unescape
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"

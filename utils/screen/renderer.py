@@ -25,7 +25,7 @@ from rich.text import Text
 from termcolor import ATTRIBUTES, colored
 
 from utils.screen import CLEAR_LINE
-from utils.text import byte_size, visible
+from utils.text import Count, byte_size, visible
 
 STEP_SECONDS = 10.0
 UNLIMITED = 10_000  # columns of a file or a pipe
@@ -251,6 +251,15 @@ class Renderer:
         elif time.monotonic() - self._last_step >= STEP_SECONDS:
             self._last_step = time.monotonic()
             self.note(f"... {shown}")
+
+    def announce(self, text: str) -> None:
+        """A message of loading. One that ends with "..." is replaced by the next one."""
+        if isinstance(text, Count):
+            self.step(text)
+        elif text.endswith("..."):
+            self.progress(text)
+        else:
+            self.note(text)
 
     def end_progress(self) -> None:
         """Clear the line of `progress` and `count`."""

@@ -21,8 +21,9 @@ import utils.models
 from utils.artifact_cache import LOCK, MANIFEST, build_folder
 from utils.errors import UserError
 from utils.files import user_folder
-from utils.models import Count, embedded
+from utils.models import embedded
 from utils.models.embedded import embedded_folder
+from utils.text import Count
 
 SILENT = list[str]().append
 

@@ -11,11 +11,10 @@ from tiny import build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import BertConfig, BertLMHeadModel
 
 from utils.errors import UserError
-from utils.models import Count
 from utils.pairs.load_pair import load_pair
 from utils.pairs.pair import loaded_message
 from utils.pairs.request import PAIRS, PUBLISHED, PairRequest
-from utils.text import byte_size
+from utils.text import Count, byte_size
 
 
 def test_a_pair_of_folders(shelf: Path) -> None:

@@ -13,6 +13,7 @@ from terminal import Terminal
 from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import Verdict
 from utils.screen.renderer import Mark, Renderer, make_renderer
+from utils.text import Count
 
 LONG_CELL = "a cell with many words, " * 10
 
@@ -70,6 +71,15 @@ def test_results_clear_the_progress_line_of_the_messages() -> None:
     view.renderer.progress("working")
     view.renderer.stream([("text", Mark.ACCEPTED)])
     assert Terminal(view.messages.getvalue()).lines == [""]
+
+
+def test_hundreds_of_messages_about_one_file_are_few_lines_of_a_pipe() -> None:
+    view = screen(colour=False)
+    for size in range(300):
+        view.renderer.announce(Count(f"reading model: {size} of 300 MB"))
+    view.renderer.announce("read")
+    lines = view.messages.getvalue().splitlines()
+    assert len(lines) <= 2 and lines[-1] == "read"
 
 
 def test_progress_without_a_terminal_is_lines_and_counts_are_left_out() -> None:

@@ -31,14 +31,13 @@ from utils.comparison.records import Note, Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
-from utils.models import Count
 from utils.prompts.prompt_files import read_prompts, spaced
 from utils.servers.address import TARGET, parse_numbers, parse_words
 from utils.servers.connection import Connection, ServerList
 from utils.servers.kinds.completion import ServerRequest
 from utils.servers.load_slice import LoadSlice, run_slice
 from utils.servers.processes.programs import DRAFTS, Launch
-from utils.text import count_of, split_words
+from utils.text import Count, count_of, split_words
 
 CONCURRENCIES = "1,2,4,8,16"
 AT_ONCE, RATE = WholeRange(1, 64), RealRange("rate", 0.001, 100)  # requests, and arrivals a second

@@ -20,11 +20,10 @@ from pathlib import Path
 import psutil
 
 from utils.errors import UserError
-from utils.models import Count
 from utils.servers.processes.flags import LLAMA, Speculation
 from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import EMBEDDED, HOST, Launch, command_line
-from utils.text import visible
+from utils.text import Count, visible
 
 READY_SECONDS = 1800.0  # large models take minutes to load; Ctrl-C ends the waiting
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
