@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from utils.decode.model_info import cache_bytes, context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
+from utils.engine.weight_format import LONG, LONG_BYTES
 from utils.errors import UserError
 
-SHORT, LONG = 64, 4096  # tokens before the first timed forward pass
-LONG_BYTES = 1 << 28  # of keys and values of the longer context at most
+SHORT = 64  # tokens before the first timed forward pass
 READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
 LONG_WIDTHS = (1, 5)  # in the longer context: what attention adds grows evenly with the width

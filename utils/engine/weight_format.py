@@ -96,6 +96,7 @@ def _needs_8_bits(name: str, weight: Tensor) -> bool:
     return bool(errors[1] < errors[0])
 
 
+LONG, LONG_BYTES = 4096, 1 << 28  # tokens of the longer text of `forward_timing`, and its keys and values at most
 CONTEXT = 1024  # tokens of a typical run; longer prompts are compared with the free memory when they come
 BUFFERS = 200_000_000  # bytes of activations, logits and compiled code
 # Bytes of a weight with its share of scales and shifts, as engines hold it. Blocks of GGUF files differ in size.
@@ -205,9 +206,10 @@ def smaller_form(models: Sequence[PreTrainedModel], available: int) -> str:
 
 
 def _working_bytes(models: Sequence[PreTrainedModel]) -> int:
-    """What is needed besides weights: the largest one in float32 while it is read, a KV cache, logits."""
+    """What is needed besides weights: the largest one in float32 while it is read, KV caches, logits."""
     largest = max((matrix.count for matrix in _matrices(models)), default=0)
-    return 5 * largest + sum(cache_bytes(model, CONTEXT) for model in models) + BUFFERS
+    typical, longer = sum(cache_bytes(model, CONTEXT) for model in models), cache_bytes(models[0], LONG)
+    return 5 * largest + max(typical, min(LONG_BYTES, longer)) + BUFFERS
 
 
 def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:

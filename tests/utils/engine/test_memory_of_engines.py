@@ -19,7 +19,8 @@ from stored_models import from_files
 from tiny import tiny_llama
 from torch import nn
 
-from utils.engine import Engine, weight_format
+from utils.decode.model_info import cache_bytes
+from utils.engine import Engine, forward_timing, weight_format
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.invariant import InvariantEngine
@@ -71,6 +72,7 @@ def no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a tiny model count for something."""
     monkeypatch.setattr(weight_format, "BUFFERS", 0)
     monkeypatch.setattr(weight_format, "CONTEXT", 1)
+    monkeypatch.setattr(weight_format, "LONG", 1)
 
 
 def working(engine: Engine) -> int:
@@ -100,6 +102,12 @@ def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
     rounded = with_memory(Engine([engine._target], weights=EngineWeights("int8")), total // 2)
     assert rounded.use("invariant", 1).verified
     assert with_memory(engine, 2 * total).use("plain", 1).kind == "plain"
+
+
+def test_the_budget_has_room_for_the_longer_text_in_which_costs_are_measured() -> None:
+    model, longer = tiny_llama(), forward_timing.LONG
+    engine = Engine([model])
+    assert working(engine) >= weight_format.BUFFERS + cache_bytes(model, longer)
 
 
 def test_auto_skips_only_what_does_not_fit(rows: Callable[..., None]) -> None:
