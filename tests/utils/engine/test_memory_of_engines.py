@@ -104,10 +104,13 @@ def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
     assert with_memory(engine, 2 * total).use("plain", 1).kind == "plain"
 
 
-def test_the_budget_has_room_for_the_longer_text_in_which_costs_are_measured() -> None:
-    model, longer = tiny_llama(), forward_timing.LONG
+def test_the_budget_has_room_for_the_longer_text_in_which_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
     engine = Engine([model])
-    assert working(engine) >= weight_format.BUFFERS + cache_bytes(model, longer)
+    budget = working(engine)
+    monkeypatch.setattr(weight_format, "LONG", 1)
+    shorter = cache_bytes(model, weight_format.CONTEXT)
+    assert budget - working(engine) == cache_bytes(model, forward_timing.LONG) - shorter > 0
 
 
 def test_auto_skips_only_what_does_not_fit(rows: Callable[..., None]) -> None:
