@@ -105,7 +105,7 @@ def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
 
 
 def test_the_budget_has_room_for_the_longer_text_in_which_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama()
+    model = tiny_llama(max_position_embeddings=8192)
     engine = Engine([model])
     budget = working(engine)
     monkeypatch.setattr(weight_format, "LONG", 1)
