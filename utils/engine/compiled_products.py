@@ -307,7 +307,7 @@ def _wide_function(form: PackedForm) -> int:
 
     code.for_each(count, compute)
     code.ret_void()
-    return compiled(module)("wide")
+    return compiled(module, optimizes=False)("wide")
 
 
 def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory: ir.Value) -> None:
@@ -389,7 +389,7 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     _add_block_function(module, form)
     if form.is_prepared:
         _add_prepare_function(module, form)
-    address = compiled(module)
+    address = compiled(module, optimizes=False)
     return address("block"), address("prepare") if form.is_prepared else 0
 
 

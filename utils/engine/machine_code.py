@@ -219,14 +219,19 @@ def cpu_features() -> frozenset[str]:
     return frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
 
 
-def compiled(module: ir.Module) -> Callable[[str], int]:
-    """Generate machine code. Returns a function that maps names of functions to their addresses."""
+def compiled(module: ir.Module, *, optimizes: bool = True) -> Callable[[str], int]:
+    """Generate machine code. Returns a function that maps names of functions to their addresses.
+
+    optimizes: whether LLVM's passes run first. They gain nothing where all loops are written with vectors, and take
+    half of the time.
+    """
     machine = _machine()
     module.triple = machine.triple
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(parsed, builder)
+    if optimizes:
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        builder.getModulePassManager().run(parsed, builder)
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _owners.append((parsed, engine))
