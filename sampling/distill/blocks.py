@@ -33,7 +33,7 @@ def block_states(drafter: DFlash, features: Tensor, embedded: Tensor, anchors: r
         queries = queries_of(attention, normed, tables[:, places])
         states = states + attention.o_proj(_attend(queries, known, own, anchors=anchors, window=window))
         states = states + layer.mlp(layer.post_attention_layernorm(states))
-    return cast(Tensor, drafter.norm(states)).unflatten(1, (-1, slots))
+    return cast(Tensor, drafter.norm(states)).view_as(embedded)
 
 
 def _attend(
@@ -53,10 +53,9 @@ def _attend(
         chunk = anchors[begin : begin + CHUNK]
         rows = slice(begin * slots, (begin + len(chunk)) * slots)
         context = range(0 if window is None else max(0, chunk[0] - window.size), chunk[-1])
-        pairs = zip(known, own, strict=True)
         keys, values = (
             torch.cat([before[:, context.start : context.stop], block[:, rows]], dim=1).transpose(1, 2)
-            for before, block in pairs
+            for before, block in zip(known, own, strict=True)
         )
         mask = _mask(chunk, slots, context, window).to(queries.device)
         # The query heads of a group share its keys and take the place of further query rows.

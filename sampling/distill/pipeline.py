@@ -302,8 +302,8 @@ class Distillation:
         return [
             f"# Drafter for {model.name_or_path}",
             "",
-            f"A drafter {self._kind.about}; target.json tells its target apart. It changes the speed of decoding, never "
-            "its distribution.",
+            f"A drafter {self._kind.about}; target.json tells its target apart. It changes the speed of decoding, "
+            "never its distribution.",
             "",
             *_acceptance_table(counts),
             "",

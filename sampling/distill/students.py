@@ -161,7 +161,7 @@ class BlockStudent(Student):
     """
 
     kind, stride, tables = "block", 2, ("markov_head.", "confidence_head.")
-    about = "with one pass for all drafts of a round, in the DSpark format of the package speculators (arXiv 2607.05147)"
+    about = "with one pass per round, in the DSpark format of the package speculators (arXiv 2607.05147)"
 
     @property
     def extra(self) -> Tensor:

@@ -123,7 +123,7 @@ def keys_and_values(attention: Any, states: Tensor, tables: Tensor) -> tuple[Ten
 
 def _heads(projected: Tensor, attention: Any) -> Tensor:
     """(..., T, heads x D) as (..., T, heads, D)."""
-    return projected.unflatten(-1, (-1, attention.head_dim))
+    return projected.view(*projected.shape[:-1], -1, attention.head_dim)
 
 
 def _remember(attention: Any, states: Tensor, tables: Tensor, kept: GrowingLayer) -> tuple[Tensor, Tensor]:

@@ -263,7 +263,8 @@ def speculation(algorithm: str, drafts: int, target: PreTrainedModel) -> dict[st
     name = str(target.name_or_path)
     is_hub_id = name.count("/") == 1 and not Path(name).exists()
     architectures = list(target.config.architectures or [type(target).__name__])
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": drafts}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",

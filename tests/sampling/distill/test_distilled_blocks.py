@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distillations import changed, page_of, target_folder, trained
+from distillations import FLAGS, changed, page_of, target_folder, trained
 from drafter_runs import check_texts
 from paths import ROOT
 from safetensors.torch import load_file
@@ -99,9 +99,8 @@ def test_config_and_tensors_are_those_of_the_package(folder):
     assert all(ours[name].ndim == part.ndim for name, part in theirs.items())
     counts = token_counts(Corpus(folder / "work" / "pages"), 300)
     assert config["block_size"] == SLOTS and counts.sum() and not counts[config["mask_token_id"]]
-    assert "DSpark" in (folder / "README.md").read_text() and "| 1 | 2 | 3 | 4 | 5 |" in (
-        folder / "README.md"
-    ).read_text()
+    card = (folder / "README.md").read_text()
+    assert "DSpark" in card and "| 1 | 2 | 3 | 4 | 5 |" in card
 
 
 def test_a_resumed_training_gives_the_same_weights(target, folder, tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ def test_drafters_that_cannot_be_continued_are_refused(target, folder, tmp_path,
         (tmp_path / "other", "block", folder, "was trained for tiny"),
     ):
         capsys.readouterr()
-        flags = ["--target", str(model), "--kind", kind, "--start", str(start), "--device", "cpu"]
+        flags = ["--target", str(model), "--kind", kind, "--start", str(start), *FLAGS.split()]
         assert main([*flags, "--out", str(tmp_path / "out")]) == 1
         message = capsys.readouterr().err
         assert named in message and "Traceback" not in message and not (tmp_path / "out").exists()

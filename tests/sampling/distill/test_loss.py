@@ -17,9 +17,7 @@ LAYERS = (1, -1)
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_the_loss_and_its_gradient_are_cross_entropy(tmp_path, kind):
-    """The chunked loss against autograd over all logits. That of a confidence is its cross entropy to the acceptance, and
-    has no gradient for the drafts.
-    """
+    """The chunked loss against autograd over all logits. That of a confidence has no gradient for the drafts."""
     model, size = tiny_llama(), 64 if kind == "eagle3" else 96
     page = TextPage(torch.randint(64, (2, 12)), torch.randn(2, 12, size), torch.randint(3, (2, 12)), torch.zeros(2))
     student = student_of(model) if kind == "eagle3" else block_student(model, tmp_path)
