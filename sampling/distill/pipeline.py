@@ -194,7 +194,7 @@ class Distillation:
     def _new_student(self) -> Any:
         """A new drafter without memory for its weights."""
         with torch.device("meta"):
-            return self._kind.new_head(self._target, self._plan, drafted=self._plan.vocabulary, mask=0)
+            return students.new_head(self._target, self._plan, drafted=self._plan.vocabulary, mask=0)
 
     def _seconds_left(self) -> tuple[float, float]:
         """The expected time of the generation and of the training, by the time of passes of the target.

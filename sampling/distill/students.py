@@ -123,11 +123,6 @@ class Student:
         """Gives the logit of the acceptance from the states that give the logits."""
         return None
 
-    @staticmethod
-    def new_head(target: Target, plan: TrainingPlan, *, drafted: int, mask: int) -> Eagle3 | DFlash:
-        """A new drafter with `drafted` output rows. mask: the token of unknown slots of a block."""
-        return new_eagle3(target.model, usual_layers(layer_count(target.model)))
-
     def predictions(self, page: TextPage, steps: int, entries: slice = ALL) -> Iterator[Tensor]:
         """The states (B, N, H + R) of each step, whose logits are `states @ [rows, extra].T`, with N = T - steps - 1
         entries, or some of them. A student with a stride of 1 computes all.
@@ -149,10 +144,6 @@ class Student:
             yield head.norm(states)
             states = head.feedback(states)
 
-    def write(self, folder: Path, target: Target, around: Surroundings) -> None:
-        """Write the drafter. Raises UserError if the folder cannot be written."""
-        save_eagle3(folder, self.head, target.model, around)
-
 
 class BlockStudent(Student):
     """A drafter in the DSpark format, whose blocks have a slot for each draft.
@@ -171,11 +162,6 @@ class BlockStudent(Student):
     def confidence(self) -> nn.Linear:
         return cast(nn.Linear, self.head.confidence_head["proj"])
 
-    @staticmethod
-    def new_head(target: Target, plan: TrainingPlan, *, drafted: int, mask: int) -> DFlash:
-        layers = usual_layers(layer_count(target.model))
-        return new_dspark(target.model, layers, slots=plan.steps, drafted=drafted, mask=mask)
-
     def predictions(self, page: TextPage, steps: int, entries: slice = ALL) -> Iterator[Tensor]:
         count = page.tokens.shape[1] - steps - 1
         tokens, head, anchors = page.tokens.long(), self.head, range(1, count + 1)[entries]
@@ -189,11 +175,16 @@ class BlockStudent(Student):
             before = head.markov_head.markov_w1(tokens[:, first + step])  # true tokens, not drafts
             yield torch.cat([states[:, :, step], before.to(states.dtype)], dim=-1)
 
-    def write(self, folder: Path, target: Target, around: Surroundings) -> None:
-        save_dspark(folder, self.head, target.model, around)
-
 
 STUDENTS = {student.kind: student for student in (Student, BlockStudent)}
+
+
+def new_head(target: Target, plan: TrainingPlan, *, drafted: int, mask: int) -> Any:
+    """A new drafter with `drafted` output rows. mask: the token of unknown slots of a block."""
+    layers = usual_layers(layer_count(target.model))
+    if plan.kind == BlockStudent.kind:
+        return new_dspark(target.model, layers, slots=plan.steps, drafted=drafted, mask=mask)
+    return new_eagle3(target.model, layers)
 
 
 def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
@@ -229,9 +220,8 @@ def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Studen
     embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
     # The last one of the rarest tokens: those at the end are often padding.
     mask = len(counts) - 1 - int(counts.flip(0).argmin())
-    kind = STUDENTS[plan.kind]
-    head = kind.new_head(target, plan, drafted=len(ids), mask=mask)
-    return kind(head.to(target.model.device), embed, target.lm_head[ids], ids)
+    head = new_head(target, plan, drafted=len(ids), mask=mask)
+    return STUDENTS[plan.kind](head.to(target.model.device), embed, target.lm_head[ids], ids)
 
 
 def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
@@ -271,7 +261,8 @@ def save_student(student: Student, folder: Path, target: Target) -> None:
     """Write the drafter to a folder that `--drafter FOLDER` accepts."""
     embedding = student.embed.weight if student.has_embedding else None
     around = Surroundings(embedding, student.rows if student.has_rows else None, student.vocabulary)
-    student.write(folder, target, around)
+    save = save_dspark if isinstance(student, BlockStudent) else save_eagle3
+    save(folder, student.head, target.model, around)
 
 
 def unrolled_attention(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -25,7 +24,8 @@ from utils.drafter_formats.eagle3_file import (
 )
 from utils.drafter_formats.layer_config import FULL, layer_config
 
-LAYERS, RANK = 2, 64  # of the Markov head
+LAYERS = 2
+RANK = 64  # of the Markov head
 
 
 def new_dspark(target: PreTrainedModel, layers: tuple[int, ...], *, slots: int, drafted: int, mask: int) -> DFlash:
@@ -83,5 +83,4 @@ def save_dspark(folder: Path, drafter: DFlash, target: PreTrainedModel, around: 
     """Write a drafter. Raises UserError if the folder cannot be written."""
     config: dict[str, Any] = drafter.stored | {"block_size": drafter.slots, "dtype": "bfloat16"}
     config["speculators_config"] = speculation("dspark", drafter.slots, target)
-    weights: dict[str, Tensor] = drafter.state_dict()
-    save_drafter(folder, target, around, weights=weights, config=config)
+    save_drafter(folder, target, around, weights=drafter.state_dict(), config=config)
