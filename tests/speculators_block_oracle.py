@@ -73,20 +73,22 @@ def run_of(kind: str, model: Any, features: Tensor, tokens: Tensor) -> dict[str,
     from speculators.models.dspark import core as dspark_core
 
     seen: list[Any] = []
-    anchors = torch.arange(1, TOKENS - BLOCK + 2)
+    block = model.config.block_size
+    anchors = torch.arange(1, len(tokens) - block + 2)
     dflash_core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     for core in (dflash_core, dspark_core):  # the loss
         core.compute_metrics = lambda *given, **_: (seen.extend(given), (torch.tensor(0.0), {}))[1]
     ids = torch.cat([torch.zeros(1, dtype=torch.long), tokens])[None]
     known = torch.cat([features, torch.zeros_like(features[:1])])[None]  # no block reads the last position
     inputs = {"hidden_states": known, "input_ids": ids, "loss_mask": torch.ones_like(ids)}
-    inputs |= {"verifier_last_hidden_states": known[..., :HIDDEN], "document_ids": torch.zeros_like(ids)}
+    inputs |= {"verifier_last_hidden_states": known[..., : features.shape[-1] // len(READ)]}
+    inputs |= {"document_ids": torch.zeros_like(ids)}
     with torch.no_grad():
         model(**inputs, max_anchors=len(anchors))
     first = 0 if model.config.sample_from_anchor else 1
-    run = {"logits": seen[0].view(len(anchors), BLOCK, -1).transpose(0, 1)[first:]}
+    run = {"logits": seen[0].view(len(anchors), block, -1).transpose(0, 1)[first:]}
     if kind == "dspark" and model.confidence_head is not None:
-        run["confidence"] = seen[2].view(len(anchors), BLOCK).T[first:].sigmoid()
+        run["confidence"] = seen[2].view(len(anchors), block).T[first:].sigmoid()
     return {name: part.contiguous() for name, part in run.items()}
 
 

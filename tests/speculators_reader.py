@@ -1,4 +1,4 @@
-"""Loads an EAGLE-3 drafter with the package speculators and writes the logits that it computes.
+"""Loads an EAGLE-3 or DSpark drafter with the package speculators and writes the logits that it computes.
 
     PYTHONPATH=PACKAGES python tests/speculators_reader.py FOLDER RUN
 
@@ -6,27 +6,32 @@ The packages are those of tests/speculators_oracle.py. RUN is a safetensors file
 tokens. The logits are added to it. The embedding is the verifier's, which the config names.
 """
 
+import json
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from speculators_block_oracle import run_of
 from speculators_oracle import Unused, logits_of
 
 
 def main(folder: Path, run: Path) -> None:
     from speculators import SpeculatorModel
-    from speculators.models import eagle3
+    from speculators.models import dspark, eagle3
 
-    config = eagle3.Eagle3SpeculatorConfig.from_pretrained(folder)
+    kind = json.loads((folder / "config.json").read_text())["speculators_model_type"]
+    classes = {"eagle3": eagle3.Eagle3SpeculatorConfig, "dspark": dspark.DSparkSpeculatorConfig}
+    config = classes[kind].from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-    assert type(model) is eagle3.Eagle3DraftModel
+    assert type(model) in (eagle3.Eagle3DraftModel, dspark.DSparkDraftModel)
     assert all(part.isfinite().all() for part in model.state_dict().values()), "a weight was missing in the folder"
     tensors = load_file(run)
+    given = tensors["features"], tensors["tokens"]
     with torch.no_grad():
-        logits = logits_of(model, tensors["features"], tensors["tokens"])
+        logits = logits_of(model, *given) if kind == "eagle3" else run_of(kind, model, *given)["logits"]
     save_file({name: tensors[name] for name in ("features", "tokens")} | {"logits": logits}, run)
 
 

@@ -13,6 +13,7 @@ from utils.files import replacing
 
 PLAN_FILE = "plan.json"
 STEPS = WholeRange(1, 8)
+USUAL_STEPS = {"eagle3": 3, "block": 5}  # by kind
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "length": "tokens of the longest conversations; others have a half or an eighth of it",
@@ -32,9 +33,9 @@ class TrainingPlan:
     """The settings of a distillation. The field names are the keys of plan.json.
 
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. length: of the
-    longest conversations. page, batch: tokens that are generated in parallel, and that a training step reads. steps:
-    drafts that training is unrolled over. rate: Muon's learning rate, for matrices; rate_rest: AdamW's, for all other
-    weights. start: folder of a drafter to train further.
+    longest conversations. page, batch: tokens that are generated in parallel, and that a training step reads. kind: of
+    the drafter. steps: drafts that training is unrolled over, or the drafts of a block. rate: Muon's learning rate, for
+    matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
     """
 
     target: str
@@ -48,6 +49,7 @@ class TrainingPlan:
     page: int = 32768
     batch: int = 2048
     passes: int = 4
+    kind: str = "eagle3"
     steps: int = 3
     vocabulary: int = 8192
     rate: float = 0.02
@@ -78,6 +80,7 @@ def parse_options(argv: list[str] | None = None) -> Options:
     flags = parser.parse_args(argv)
     if not flags.length <= flags.batch <= flags.page:
         parser.error(f"--length {flags.length}, --batch {flags.batch} and --page {flags.page} must not descend")
+    flags.steps = flags.steps or USUAL_STEPS[flags.kind]
     plan = TrainingPlan(**{field.name: getattr(flags, field.name) for field in fields(TrainingPlan)})
     options = Options(plan, flags.out.expanduser(), flags.resume, flags.keep)
     return _resumed(options) if options.resume else _checked(options)
@@ -139,9 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=seed_flag, metavar="N", help=f"0 to {MAX_SEED} (default: 0)")
     for name, meaning in COUNT_FLAGS.items():
         add(f"--{name}", type=count_flag, metavar="N", help=f"{meaning} (default: %(default)s)")
-    add(
-        "--steps", type=steps_flag, metavar="N", help=f"consecutive drafts to train for, {STEPS} (default: %(default)s)"
-    )
+    add("--kind", choices=USUAL_STEPS, help="a pass for each draft, or one for a block of drafts (default: eagle3)")
+    usual = ", ".join(f"{steps} for {kind}" for kind, steps in USUAL_STEPS.items())
+    add("--steps", type=steps_flag, metavar="N", help=f"consecutive drafts to train for, {STEPS} (default: {usual})")
     add("--rate", type=rate_flag, metavar="R", help="learning rate (default: %(default)s)")
-    parser.set_defaults(**asdict(TrainingPlan(target="")))
+    parser.set_defaults(**asdict(TrainingPlan(target="")) | {"steps": None})
     return parser

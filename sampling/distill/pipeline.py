@@ -28,8 +28,6 @@ from sampling.distill.pages import ANSWER_TEMPERATURES, PASS_TOKENS, SHARES, Cor
 from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
-from utils.drafter_formats.eagle3 import Eagle3
-from utils.drafter_formats.eagle3_file import new_eagle3, usual_layers
 from utils.errors import UserError
 from utils.models import Reporter
 from utils.models.memory import free_bytes
@@ -107,7 +105,7 @@ class Distillation:
         plan = options.plan
         questions = [prompt.text for prompt in read_prompts(Path(plan.prompts))] if plan.prompts else []
         self._target = students.load_target(plan.target, plan.device, report)
-        self._options, self._report = options, report
+        self._options, self._report, self._kind = options, report, students.STUDENTS[plan.kind]
         self._seconds = {"writing": 0.0, "training": 0.0}  # of generation and training so far
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
@@ -193,10 +191,10 @@ class Distillation:
         scores = OF_SCORES * student.config.num_attention_heads * plan.length
         return int(4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores)))
 
-    def _new_student(self) -> Eagle3:
+    def _new_student(self) -> Any:
         """A new drafter without memory for its weights."""
         with torch.device("meta"):
-            return new_eagle3(self._target.model, usual_layers(layer_count(self._target.model)))
+            return students.new_head(self._target, self._plan, drafted=self._plan.vocabulary, mask=0)
 
     def _seconds_left(self) -> tuple[float, float]:
         """The expected time of the generation and of the training, by the time of passes of the target.
@@ -209,12 +207,13 @@ class Distillation:
         generation = sum(
             generator.seconds(self._held_out_size, number) for number in range(held_out, self._held_out_pages)
         ) + sum(generator.seconds(plan.page, number) for number in range(corpus, self._pages))
-        shapes = [weight.shape for weight in self._new_student().parameters()]
+        weights = self._new_student().named_parameters()
+        shapes = [weight.shape for name, weight in weights if not name.startswith(self._kind.tables)]
         drafted = 6 * (sum(map(math.prod, shapes)) + plan.vocabulary * self._target.lm_head.shape[1])
         matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
         muon = MUON_ITERATIONS * sum(4 * few * few * many + 2 * few**3 for few, many in matrices)
-        steps = self._pages * (plan.page // plan.batch) * plan.passes
-        return generation, steps * (plan.steps * plan.batch * drafted + muon) / generator.speed(plan.page)
+        steps, drafts = self._pages * (plan.page // plan.batch) * plan.passes, plan.steps / self._kind.stride
+        return generation, steps * (drafts * plan.batch * drafted + muon) / generator.speed(plan.page)
 
     def _need_text(self) -> str:
         needed = max(self._page_bytes(self._plan.page), self._training_bytes())
@@ -303,8 +302,8 @@ class Distillation:
         return [
             f"# Drafter for {model.name_or_path}",
             "",
-            "A drafter in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992); target.json "
-            "tells its target apart. It changes the speed of decoding, never its distribution.",
+            f"A drafter {self._kind.about}; target.json tells its target apart. It changes the speed of decoding, "
+            "never its distribution.",
             "",
             *_acceptance_table(counts),
             "",
@@ -317,8 +316,8 @@ class Distillation:
             f"{', '.join(map(str, ANSWER_TEMPERATURES))} in turn, to questions "
             + ("from a file." if plan.prompts else "by the target, most with a given beginning or a document."),
             *(["- Training continued from an earlier drafter (`--start`)."] if plan.start else []),
-            f"- Training: {steps:,} steps of {plan.batch} tokens in conversations of up to {plan.length}, unrolled "
-            f"over {plan.steps} drafts, cross entropy to the target's distributions; Muon at {plan.rate}, AdamW at "
+            f"- Training: {steps:,} steps of {plan.batch} tokens in conversations of up to {plan.length}, over "
+            f"{plan.steps} drafts, cross entropy to the target's distributions; Muon at {plan.rate}, AdamW at "
             f"{plan.rate_rest} for vectors and embeddings, cosine schedule.",
             f"- Time: {hours['writing']:.2f} h of generation, {hours['training']:.2f} h of training.",
             f"- Machine: {_machine(model)}.",

@@ -2,7 +2,8 @@
 written to one.
 
 A drafter in the EAGLE-3 format is unrolled over several drafts (arXiv 2503.01840): its prediction of step s
-at entry t uses its own state of step s - 1 at t and the true token.
+at entry t uses its own state of step s - 1 at t and the true token. A block drafter in the DSpark format (arXiv
+2607.05147) predicts all drafts in one pass; only its Markov head reads the true tokens.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.utils import CONFIG_NAME
 
+from sampling.distill.blocks import block_states
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
 from utils.decode.features import layer_count
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import read_checkpoint
+from utils.drafter_formats.dflash import DFlash, load_dflash
+from utils.drafter_formats.dspark_file import can_be_trained, new_dspark, save_dspark
 from utils.drafter_formats.eagle3 import Eagle3, load_eagle3
 from utils.drafter_formats.eagle3_file import (
     Surroundings,
@@ -38,6 +42,7 @@ from utils.models.memory import Placement, choose_device
 from utils.models.sources import locate
 
 UNROLLED = "unrolled"  # the name of the attention below, as transformers knows it
+ALL = slice(None)
 LAST = -1  # the hidden state after the final norm, which the target's output layer reads
 
 
@@ -90,22 +95,37 @@ def output_weight(model: Any) -> Tensor:
 
 
 class Student:
-    """A drafter in training.
+    """A drafter in training, in the EAGLE-3 format.
 
     `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids `vocabulary` (V',). Neither is
     trained. `layers` are the hidden states of its pages; the last one is the input of the target's output layer.
-    `has_embedding` and `has_rows` are False if its files leave them to the target.
+    `has_embedding` and `has_rows` are False if its files leave them to the target. A training step computes one of
+    `stride` entries. `tables` begin the names of matrices that are not trained as such.
     """
 
-    has_embedding = has_rows = True
+    kind, has_embedding, has_rows = "eagle3", True, True
+    about = "in the EAGLE-3 format of the package speculators (arXiv 2503.01840, 2605.09992)"
+    stride, tables = 1, tuple[str, ...]()
+    head: Any
 
-    def __init__(self, head: Eagle3, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
+    def __init__(self, head: Eagle3 | DFlash, embed: Any, rows: Tensor, vocabulary: Tensor) -> None:
         self.head, self.embed, self.rows, self.vocabulary = head, embed, rows, vocabulary
         self.layers = page_layers(head.feature_layers)
         head.config._attn_implementation = UNROLLED
 
-    def predictions(self, page: TextPage, steps: int) -> Iterator[Tensor]:
-        """The states (B, N, H) of each step, whose logits are `states @ rows.T`, with N = T - steps - 1 entries.
+    @property
+    def extra(self) -> Tensor:
+        """More columns (V', R) of the output rows, which are trained."""
+        return self.rows[:, :0]
+
+    @property
+    def confidence(self) -> nn.Linear | None:
+        """Gives the logit of the acceptance from the states that give the logits."""
+        return None
+
+    def predictions(self, page: TextPage, steps: int, entries: slice = ALL) -> Iterator[Tensor]:
+        """The states (B, N, H + R) of each step, whose logits are `states @ [rows, extra].T`, with N = T - steps - 1
+        entries, or some of them. A student with a stride of 1 computes all.
 
         Entry 0 of step s predicts the token at position s + 2 of the page, entry 1 the next one, and so on.
         """
@@ -125,6 +145,48 @@ class Student:
             states = head.feedback(states)
 
 
+class BlockStudent(Student):
+    """A drafter in the DSpark format, whose blocks have a slot for each draft.
+
+    It learns from every second position only: blocks at neighbouring ones are much alike.
+    """
+
+    kind, stride, tables = "block", 2, ("markov_head.", "confidence_head.")
+    about = "with one pass per round, in the DSpark format of the package speculators (arXiv 2607.05147)"
+
+    @property
+    def extra(self) -> Tensor:
+        return cast(Tensor, self.head.markov_head.markov_w2.weight)
+
+    @property
+    def confidence(self) -> nn.Linear:
+        return cast(nn.Linear, self.head.confidence_head["proj"])
+
+    def predictions(self, page: TextPage, steps: int, entries: slice = ALL) -> Iterator[Tensor]:
+        count = page.tokens.shape[1] - steps - 1
+        tokens, head, anchors = page.tokens.long(), self.head, range(1, count + 1)[entries]
+        first = torch.tensor(anchors, device=tokens.device)
+        slots = tokens.new_full((len(tokens), len(anchors), steps), head.mask_token)
+        slots[..., 0] = tokens[:, first]
+        read = len(head.feature_layers) * self.rows.shape[1]
+        features = page.features[:, :count, :read].to(head.norm.weight.dtype)
+        states = block_states(head, features, self.embed(slots).to(features.dtype), anchors)
+        for step in range(steps):
+            before = head.markov_head.markov_w1(tokens[:, first + step])  # true tokens, not drafts
+            yield torch.cat([states[:, :, step], before.to(states.dtype)], dim=-1)
+
+
+STUDENTS = {student.kind: student for student in (Student, BlockStudent)}
+
+
+def new_head(target: Target, plan: TrainingPlan, *, drafted: int, mask: int) -> Any:
+    """A new drafter with `drafted` output rows. mask: the token of unknown slots of a block."""
+    layers = usual_layers(layer_count(target.model))
+    if plan.kind == BlockStudent.kind:
+        return new_dspark(target.model, layers, slots=plan.steps, drafted=drafted, mask=mask)
+    return new_eagle3(target.model, layers)
+
+
 def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
     """The hidden states that pages hold for a drafter that reads these: training compares with the last one."""
     return read if read[-1:] == (LAST,) else (*read, LAST)
@@ -133,7 +195,10 @@ def page_layers(read: tuple[int, ...]) -> tuple[int, ...]:
 def planned_layers(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     """The hidden states that pages of this plan hold."""
     if plan.start:
-        return load_student(Path(plan.start), target).layers
+        student = load_student(Path(plan.start), target)
+        if student.kind != plan.kind:
+            raise UserError(f"{plan.start} holds a drafter of another kind: continue it with --kind {student.kind}.")
+        return student.layers
     return page_layers(usual_layers(layer_count(target.model)))
 
 
@@ -146,13 +211,17 @@ def create_student(target: Target, corpus: Corpus, plan: TrainingPlan) -> Studen
     if plan.start:
         student = load_student(Path(plan.start), target)
         student.head.requires_grad_(True)  # weights are frozen when they are loaded
+        if isinstance(student, BlockStudent):
+            student.head.slots = plan.steps
         return student
     counts = token_counts(corpus, vocabulary_size(target.model))
     ids = counts.argsort(descending=True, stable=True)[: plan.vocabulary].sort().values.to(target.model.device)
     # Drafters are loaded with the weights alone, without the factor of some targets.
     embed = nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight.detach())
-    head = new_eagle3(target.model, planned_layers(plan, target)[:-1])
-    return Student(head.to(target.model.device), embed, target.lm_head[ids], ids)
+    # The last one of the rarest tokens: those at the end are often padding.
+    mask = len(counts) - 1 - int(counts.flip(0).argmin())
+    head = new_head(target, plan, drafted=len(ids), mask=mask)
+    return STUDENTS[plan.kind](head.to(target.model.device), embed, target.lm_head[ids], ids)
 
 
 def token_counts(corpus: Corpus, vocabulary: int) -> Tensor:
@@ -172,17 +241,18 @@ def load_student(folder: Path, target: Target) -> Student:
     known = format_of(checkpoint) if checkpoint else None
     if not checkpoint or not known:
         raise UserError(f"{folder} holds a model or an unknown format, which this command does not train.")
-    if known.load is not load_eagle3:
+    drafter: Any = known.load(checkpoint, target.model) if known.load in (load_eagle3, load_dflash) else None
+    if drafter is None or (isinstance(drafter, DFlash) and not can_be_trained(drafter)):
         raise UserError(f"{folder} holds a drafter of the format {known.name}, which this command does not train.")
-    drafter = load_eagle3(checkpoint, target.model)
-    if not can_be_stored(drafter):
+    if isinstance(drafter, Eagle3) and not can_be_stored(drafter):
         raise UserError(f"The drafter in {folder} has layers with a window of one position, which are not trained.")
     # What it may share with its target stays as it is.
     embed, output = drafter.embed_tokens, cast(DraftHead, drafter.lm_head)
     del drafter.embed_tokens, drafter.lm_head
     rows, ids = output.rows.weight, output.vocabulary
     ids = torch.arange(len(rows), device=rows.device) if ids is None else ids
-    student = Student(drafter.float(), embed, rows.detach(), ids)
+    kind = Student if isinstance(drafter, Eagle3) else BlockStudent
+    student = kind(drafter.float(), embed, rows.detach(), ids)
     student.has_embedding, student.has_rows = (checkpoint.has(f"{part}.weight") for part in ("embed_tokens", "lm_head"))
     return student
 
@@ -191,7 +261,8 @@ def save_student(student: Student, folder: Path, target: Target) -> None:
     """Write the drafter to a folder that `--drafter FOLDER` accepts."""
     embedding = student.embed.weight if student.has_embedding else None
     around = Surroundings(embedding, student.rows if student.has_rows else None, student.vocabulary)
-    save_eagle3(folder, student.head, target.model, around)
+    save = save_dspark if isinstance(student, BlockStudent) else save_eagle3
+    save(folder, student.head, target.model, around)
 
 
 def unrolled_attention(

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from sampling.distill.options import TrainingPlan
 from sampling.distill.pages import Corpus, TextPage
@@ -29,52 +29,67 @@ Rates = dict[str, list[float | None]]
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of softmax(states @ rows.T) to softmax(target_states @ target_rows.T), with its gradient.
+    """Mean cross entropy of q = softmax(states @ [rows, extra].T) to p = softmax(target_states @ target_rows.T), and
+    the acceptance sum_x min(p(x), q(x)) (N,), which has no gradient.
 
-    Only the states have a gradient: the rows are the target's. It is computed in the forward pass, in chunks, so that
+    The rows have none either: they are the target's. The others are computed in the forward pass, in chunks, so that
     each logit is visited once, and few exist at a time.
     """
 
     @staticmethod
-    def forward(context: Any, states: Tensor, rows: Tensor, target_states: Tensor, target_rows: Tensor) -> Tensor:
-        gradient = torch.empty_like(states)
-        total = torch.zeros((), device=states.device)
-        student_rows = rows.to(target_rows.dtype)
+    def forward(
+        context: Any, states: Tensor, rows: Tensor, extra: Tensor, target_states: Tensor, target_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gradient, extra_gradient = torch.empty_like(states), torch.zeros_like(extra)
+        total, overlap = torch.zeros((), device=states.device), states.new_empty(len(states), dtype=torch.float32)
+        student_rows = torch.cat([rows, extra.to(rows.dtype)], dim=1).to(target_rows.dtype)
         for begin in range(0, len(states), CHUNK):
             chunk = slice(begin, begin + CHUNK)
             p = torch.softmax(linear(target_states[chunk], target_rows).float(), dim=-1)  # (chunk, V')
-            log_q = torch.log_softmax(linear(states[chunk].to(target_rows.dtype), student_rows).float(), dim=-1)
+            own = states[chunk].to(target_rows.dtype)
+            log_q = torch.log_softmax(linear(own, student_rows).float(), dim=-1)
             total -= torch.dot(p.flatten(), log_q.flatten())
-            difference = log_q.exp_().sub_(p).to(target_rows.dtype)  # q - p, the gradient of the logits
+            difference = log_q.exp_().sub_(p)  # q - p, the gradient of the logits
+            overlap[chunk] = 1 - difference.norm(p=1, dim=-1) / 2
+            difference = difference.to(target_rows.dtype)
             gradient[chunk] = difference @ student_rows
+            extra_gradient += difference.T @ own[:, rows.shape[1] :]
         count = max(1, len(states))
         # The gradient itself instead of the logits, which would be (N, V').
-        context.save_for_backward(gradient.div_(count))
-        return total / count
+        context.save_for_backward(gradient.div_(count), extra_gradient.div_(count))
+        context.mark_non_differentiable(overlap)
+        return total / count, overlap
 
     @staticmethod
     def backward(context: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return context.saved_tensors[0] * output_gradients[0], None, None, None
+        gradient, extra_gradient = (part * output_gradients[0] for part in context.saved_tensors)
+        return gradient, None, extra_gradient, None, None
 
 
-_soft_cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _SoftCrossEntropy.apply
+_soft_cross_entropy: Callable[..., tuple[Tensor, Tensor]] = _SoftCrossEntropy.apply
 
 
-def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: int) -> Tensor:
+def distillation_loss(student: Student, page: TextPage, lm_head: Tensor, steps: int, *, turn: int = 0) -> Tensor:
     """Weighted mean over steps of the cross entropy to the target, at the tokens that the target generated.
 
-    lm_head: the target's output weight (V, H). Only the student's vocabulary is compared.
+    lm_head: the target's output weight (V, H). Only the student's vocabulary is compared. turn: decides which entries
+    are computed. A confidence learns the acceptance, and has no influence on the drafts.
     """
+    entries, count = slice(turn % student.stride, None, student.stride), page.tokens.shape[1] - steps - 1
     last_hidden = page.features[..., -lm_head.shape[1] :].to(lm_head.dtype)  # (B, T, H)
     # Both softmaxes then run over V', so the target is renormalised to what the student can draft.
     target_rows = lm_head[student.vocabulary]
     losses = []
-    for begin, states in enumerate(student.predictions(page, steps), start=2):
-        count = states.shape[1]
-        generated = page.generated[:, begin : begin + count]
+    for begin, states in enumerate(student.predictions(page, steps, entries), start=2):
+        generated = page.generated[:, begin : begin + count][:, entries]
         # The hidden state at a token predicts the next token.
-        target_states = last_hidden[:, begin - 1 : begin - 1 + count][generated]
-        losses.append(_soft_cross_entropy(states[generated], student.rows, target_states, target_rows))
+        target_states = last_hidden[:, begin - 1 : begin - 1 + count][:, entries][generated]
+        own = states[generated]
+        loss, overlap = _soft_cross_entropy(own, student.rows, student.extra, target_states, target_rows)
+        if student.confidence is not None:
+            logits = student.confidence(own.detach())[:, 0]
+            loss = loss + binary_cross_entropy_with_logits(logits, overlap, reduction="sum") / max(1, len(own))
+        losses.append(loss)
     weights = [STEP_DECAY**step for step in range(steps)]
     weighted = (weight * loss for weight, loss in zip(weights, losses, strict=True))
     return sum(weighted, start=lm_head.new_zeros((), dtype=torch.float32)) / sum(weights)
@@ -130,7 +145,8 @@ def count_acceptance(student: Student, page: TextPage, lm_head: Tensor, counts: 
         answers = page.answers[row, position]
         # The last feature is the input of the output head, so the target's logits need no forward pass.
         last_hidden = page.features[row, position - 1, -lm_head.shape[1] :].to(lm_head.dtype)
-        states, rows = (part.to(lm_head.dtype) for part in (predicted[row, entry], student.rows))
+        all_rows = torch.cat([student.rows, student.extra], dim=1)
+        states, rows = (part.to(lm_head.dtype) for part in (predicted[row, entry], all_rows))
         matches, overlap = _compare((states, rows), (last_hidden, lm_head), student.vocabulary)
         greedy, sampled = answers & matching_prefix & (temperatures == 0), answers & (temperatures == 1)
         accepted = (matches & greedy).sum(), overlap[sampled].sum()
@@ -197,9 +213,10 @@ class Trainer:
         self.total = max(1, len(pages) * (plan.page // plan.batch) * plan.passes)
         self.step, self.loss = 0, float("nan")
         self.is_consistent = True  # False while only some of the weights have made the current step
-        weights = list(student.head.parameters())
-        matrices = [parameter for parameter in weights if parameter.dim() == 2]  # torch's Muon refuses anything else
-        others = [parameter for parameter in weights if parameter.dim() != 2]
+        matrices, others = list[Tensor](), list[Tensor]()
+        for name, weight in student.head.named_parameters():
+            is_matrix = weight.dim() == 2 and not name.startswith(student.tables)  # torch's Muon refuses vectors
+            (matrices if is_matrix else others).append(weight)
         muon = Muon if lm_head.dtype == torch.float32 else torch.optim.Muon
         self._optimizers: list[torch.optim.Optimizer] = [
             muon(matrices, lr=plan.rate, weight_decay=0.01),
@@ -212,7 +229,7 @@ class Trainer:
     def train_step(self) -> None:
         page = self._batch()
         with autocast_for(self._lm_head):
-            loss = distillation_loss(self.student, page, self._lm_head, self._plan.steps)
+            loss = distillation_loss(self.student, page, self._lm_head, self._plan.steps, turn=self.step)
         loss.backward()
         # Waits for a GPU to finish, before any weight is changed.
         value = loss.item()

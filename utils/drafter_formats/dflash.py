@@ -36,6 +36,7 @@ from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import layer_config, sliding_sizes
 from utils.drafter_formats.target_parts import (
     DraftHead,
+    check_target_file,
     feature_layers,
     load_embedding,
     load_head,
@@ -85,7 +86,7 @@ class Window:
 
 
 def _rotated(heads: Tensor, tables: Tensor) -> Tensor:
-    """Heads (T, heads, D) at the positions of these cosines and sines (2, T, D)."""
+    """Heads (..., T, heads, D) at the positions of these cosines and sines (2, T, D)."""
     cos, sin = tables[:, :, None]
     return cast(Tensor, heads * cos + rotate_half(heads) * sin)
 
@@ -102,24 +103,33 @@ def layer_pass(
     normed, leaving = entering(layer, "attention_conv", layer.input_layernorm(states))
     _remember(attention, context, tables[:, :new], kept)
     keys, values = _remember(attention, normed, tables[:, new:], kept)
-    queries = _rotated(attention.q_norm(_heads(attention.q_proj(normed), attention)), tables[:, new:])
-    attended = _attend(queries, keys, values, window)
+    attended = _attend(queries_of(attention, normed, tables[:, new:]), keys, values, window)
     kept.crop(-len(states))
     states = states + leaving(attention.o_proj(attended))
     normed, leaving = entering(layer, "mlp_conv", layer.post_attention_layernorm(states))
     return states + leaving(layer.mlp(normed))
 
 
+def queries_of(attention: Any, states: Tensor, tables: Tensor) -> Tensor:
+    """The queries (..., T, heads, D) of states (..., T, H) at the positions of these cosines and sines (2, T, D)."""
+    return _rotated(attention.q_norm(_heads(attention.q_proj(states), attention)), tables)
+
+
+def keys_and_values(attention: Any, states: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of states (..., T, H), as queries_of: (..., T, groups, D)."""
+    keys = _rotated(attention.k_norm(_heads(attention.k_proj(states), attention)), tables)
+    return keys, _heads(attention.v_proj(states), attention)
+
+
 def _heads(projected: Tensor, attention: Any) -> Tensor:
-    """(T, heads x D) as (T, heads, D)."""
-    return projected.view(len(projected), -1, attention.head_dim)
+    """(..., T, heads x D) as (..., T, heads, D)."""
+    return projected.view(*projected.shape[:-1], -1, attention.head_dim)
 
 
 def _remember(attention: Any, states: Tensor, tables: Tensor, kept: GrowingLayer) -> tuple[Tensor, Tensor]:
     """Append keys and values of states (T, H), and return all of them: (1, groups, K, D)."""
-    keys = _rotated(attention.k_norm(_heads(attention.k_proj(states), attention)), tables)
-    values = _heads(attention.v_proj(states), attention)
-    return kept.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    keys, values = (part.transpose(0, 1)[None] for part in keys_and_values(attention, states, tables))
+    return kept.update(keys, values)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: Window | None) -> Tensor:
@@ -247,8 +257,8 @@ class DFlash(BlockDrafter):
     """A DFlash drafter, with a Markov head or a confidence head a DSpark drafter, or with a selector a DFlash2 drafter.
 
     `config` is that of its layers, with the target's vocabulary size. A block has `slots` tokens: the last known one
-    and mask tokens. `windows` has the sliding or causal attention of each layer, or None. A confidence head
-    gives the logit of the probability that a draft is accepted.
+    and mask tokens. `windows` has the sliding or causal attention of each layer, or None. `stored` are the keys of
+    config.json. A confidence head gives the logit of the probability that a draft is accepted.
     """
 
     embed_tokens: nn.Module
@@ -258,7 +268,7 @@ class DFlash(BlockDrafter):
     def __init__(self, config: Any, checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> None:
         """Raises UserError for keys of the block that are missing or not usable."""
         super().__init__()
-        self.config, self.target_layers = config, layer_count(target)
+        self.config, self.target_layers, self.stored = config, layer_count(target), checkpoint.config
         declared = setting(checkpoint, "sample_from_anchor")
         from_anchor = is_dspark(checkpoint) if declared is None else bool(declared)
         self.slots = _number(checkpoint, "block_size", 1 if from_anchor else 2, MOST_SLOTS)
@@ -351,6 +361,7 @@ def is_dspark_drafter(checkpoint: DrafterCheckpoint) -> bool:
 
 def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlash:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
+    check_target_file(checkpoint, target)
     checkpoint = checkpoint.renamed(RENAMED)
     check_supported(checkpoint)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)

@@ -59,14 +59,14 @@ def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
 
     It reads the hidden states `layers`. Each has a norm of its own (`fc_norm`), because they differ in scale.
     """
-    config = _layer_like(target)
+    config = layer_like(target)
     parts = Parts(layer_count(target), config.hidden_size, fc_norm=True, norm_before_fc=False, head_norms=False)
     drafter = Eagle3(config, Conventions(layers), parts)
-    _initialise(drafter, target)
+    initialise(drafter, target)
     return drafter
 
 
-def _layer_like(target: PreTrainedModel) -> LlamaConfig:
+def layer_like(target: PreTrainedModel) -> LlamaConfig:
     """The config of a layer as wide as those of the target."""
     own = target.config.get_text_config(decoder=True)
     hidden, heads = own.hidden_size, own.num_attention_heads
@@ -92,7 +92,8 @@ def _layer_like(target: PreTrainedModel) -> LlamaConfig:
 
 
 @torch.no_grad()
-def _initialise(drafter: Eagle3, target: PreTrainedModel) -> None:
+def initialise(drafter: Any, target: PreTrainedModel) -> None:
+    """Give a new drafter with `fc` and `norm` small random weights, and what helps at the start."""
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
@@ -108,30 +109,42 @@ def _initialise(drafter: Eagle3, target: PreTrainedModel) -> None:
 
 
 def save_eagle3(folder: Path, drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> None:
-    """Write a drafter with trained weights in bfloat16, and target.json beside it.
+    """Write a drafter. Raises UserError if the folder cannot be written."""
+    others = sorted(set(filter(None, _windows(drafter))))[1:]  # the config has the smallest window
+    config, window = _config(drafter, target, around), max(others, default=None)
+    save_drafter(folder, target, around, weights=_weights(drafter), config=config, window=window)
+
+
+def save_drafter(
+    folder: Path,
+    target: PreTrainedModel,
+    around: Surroundings,
+    *,
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    window: int | None = None,
+) -> None:
+    """Write trained weights in bfloat16, their config, and target.json with the window beside them.
 
     Raises UserError if the folder cannot be written.
     """
-    drafted = _tensors(drafter, around, vocabulary_size(target))
+    drafted = _tensors(weights, around, vocabulary_size(target))
     tensors = {name: part.detach().cpu().contiguous() for name, part in drafted.items()}
-    config = json.dumps(_config(drafter, target, around), indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as file:
             file.write(save(tensors, metadata={"format": "pt"}))
-        # The config has the smallest window.
-        others = sorted(set(filter(None, _windows(drafter))))[1:]
-        write_target_file(folder, target, window=max(others, default=None))
+        write_target_file(folder, target, window=window)
         # Last, because a folder with this file counts as a drafter.
         with replacing(folder / CONFIG) as file:
-            file.write(config.encode())
+            file.write((json.dumps(config, indent=1) + "\n").encode())
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({os_reason(error)}): choose a different folder.") from error
 
 
-def _tensors(drafter: Eagle3, around: Surroundings, size: int) -> dict[str, Tensor]:
+def _tensors(weights: dict[str, Tensor], around: Surroundings, size: int) -> dict[str, Tensor]:
     """All tensors of the file, for a target with `size` tokens."""
-    trained = _weights(drafter) | ({} if around.rows is None else {"lm_head.weight": around.rows})
+    trained = weights | ({} if around.rows is None else {"lm_head.weight": around.rows})
     tensors = {name: part.bfloat16() if part.is_floating_point() else part for name, part in trained.items()}
     # Most programs would take the target's embedding, but the package speculators 0.9.0 does not always notice that it
     # is missing. In the number format of the target, so that an equal copy is recognised.
@@ -189,14 +202,7 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
         "embed_requires_grad": False,
         "target_hidden_size": drafter.fc.in_features // len(ids),
         "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-            ],
-            "verifier": _verifier(target),
-        },
+        "speculators_config": speculation("eagle3", 3, target),
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,
     }
@@ -219,12 +225,18 @@ def _sglang_keys(drafter: Eagle3, layer: dict[str, Any], ids: list[int]) -> dict
     }
 
 
-def _layer_config(drafter: Eagle3) -> dict[str, Any]:
-    config = drafter.config
+def layer_keys(config: Any) -> dict[str, Any]:
+    """The keys of layers with this config, as files have them."""
     keys = {name: getattr(config, name) for name in LAYER_KEYS if getattr(config, name, None) is not None}
     keys.pop("rope_scaling", None)  # another name of rope_parameters
     if theta := config.rope_parameters.get("rope_theta"):
         keys["rope_theta"] = theta  # transformers 4 reads it here
+    return keys
+
+
+def _layer_config(drafter: Eagle3) -> dict[str, Any]:
+    config = drafter.config
+    keys = layer_keys(config)
     has_bias = "layers.0.self_attn.q_proj.bias" in drafter.state_dict()
     windows = _windows(drafter)
     if sizes := set(filter(None, windows)):
@@ -243,9 +255,19 @@ def _windows(drafter: Eagle3) -> list[int | None]:
     return [layer.self_attn.sliding_window for layer in cast(Any, drafter.layers)]
 
 
-def _verifier(target: PreTrainedModel) -> dict[str, Any]:
-    """The target as programs find it. Folders of this machine mean nothing elsewhere, so only hub ids are named."""
+def speculation(algorithm: str, drafts: int, target: PreTrainedModel) -> dict[str, Any]:
+    """What speculators stores about the drafts of a round, and the target as programs find it.
+
+    Folders of this machine mean nothing elsewhere, so only hub ids are named.
+    """
     name = str(target.name_or_path)
     is_hub_id = name.count("/") == 1 and not Path(name).exists()
     architectures = list(target.config.architectures or [type(target).__name__])
-    return {"name_or_path": name if is_hub_id else None, "architectures": architectures}
+    proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": drafts}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": name if is_hub_id else None, "architectures": architectures},
+    }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distillations import LAYERS, changed, page_of, target_folder, trained
 from drafter_checkpoints import HEADS, HIDDEN, VOCABULARY, eagle3_tensors, layer_keys, write_checkpoint
 from drafter_runs import loaded
 from paths import ROOT
@@ -17,37 +18,23 @@ from shelf import load, refusal
 from tiny import DECODER, build, save_folder, tiny_llama, tiny_tokenizer
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from sampling.distill.__main__ import main
 from sampling.distill.options import TrainingPlan
-from sampling.distill.pages import Corpus, TextPage
+from sampling.distill.pages import Corpus
 from sampling.distill.students import Target, create_student, load_student, output_weight
 from sampling.drafters.feature_sessions import feature_session
-from utils.decode.features import FeatureReader
 from utils.drafter_formats.eagle3 import LAYER_IDS
 from utils.drafter_formats.eagle3_file import Surroundings, can_be_stored, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_parts import write_target_file
 
-FLAGS = "--tokens 250 --page 288 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
-LAYERS = 8
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 4}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """The folder of a tiny target."""
-    folder = tmp_path_factory.mktemp("target") / "tiny"
-    save_folder(folder, tiny_llama(vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
-    return folder
-
-
-def trained(target, out, *flags):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
-        assert main(["--target", str(target), "--out", str(out), *FLAGS.split(), *flags]) == 0
-    return out
+    return target_folder(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +45,6 @@ def folders(target, tmp_path_factory):
         patch.setattr("sampling.distill.students.usual_layers", lambda count: (0, 3, LAYERS + 1))
         last = trained(target, root / "last")
     return {"usual": trained(target, root / "usual"), "last": last}
-
-
-def changed(folder, out, **keys):
-    """A copy with other keys in config.json."""
-    shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | keys))
-    return out
 
 
 KEYS = [{}, {"norm_output": True}, {"norm_before_residual": True}, WINDOW]
@@ -99,15 +78,6 @@ def test_drafts_are_what_training_computed(target, folders, tmp_path, name, keys
             drafted = session.feed(tokens[: end + 1 + step], keep=1)[0]
             assert torch.allclose(drafted[student.vocabulary], logits[end - 1], atol=1e-4), (end, step)
             assert int(drafted.isneginf().sum()) == 300 - 150
-
-
-def page_of(model, read):
-    """One conversation of random tokens, with the hidden states that a drafter reads and the last one."""
-    tokens = torch.randint(300, (1, 14), generator=torch.Generator().manual_seed(1))
-    reader = FeatureReader(model, (*read, -1))
-    with torch.no_grad(), reader.watching():
-        output = model(input_ids=tokens, output_hidden_states=True)
-    return TextPage(tokens.int(), reader.features(output), torch.ones(1, 14), torch.zeros(1))
 
 
 def test_the_layers_are_numbered_as_in_the_layout(folders):
@@ -279,7 +249,8 @@ def test_a_new_drafter_reads_embeddings_without_the_factor_of_its_target(tmp_pat
 
 
 @pytest.mark.full
-def test_the_package_computes_the_same_drafts(target, folders, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_the_package_computes_the_same_drafts(target, tmp_path, kind):
     """The logits of speculators 0.9.0 with the verifier's embedding, against those of a session."""
     packages = tmp_path / "packages"
     for words in PACKAGES:
@@ -287,7 +258,7 @@ def test_the_package_computes_the_same_drafts(target, folders, tmp_path):
         installed = subprocess.run(command, capture_output=True, text=True, check=False)
         if installed.returncode:
             pytest.skip(f"{words[-1]} cannot be installed here: {installed.stderr.strip()[-200:]}")
-    check_package(target, folders["usual"], tmp_path, packages)
+    check_package(target, trained(target, tmp_path / "out", "--kind", kind), tmp_path, packages)
 
 
 def check_package(target: Path, folder: Path, root: Path, packages: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -340,13 +341,13 @@ def test_evaluations_take_a_tenth_of_the_time(target, tmp_path, monkeypatch):
     assert slow.call_count == 1 and saves.call_count == 9, "a checkpoint after each of 8 steps, and at the end"
 
 
-def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "steps"), [("eagle3", 3), ("block", 5)])
+def test_the_time_of_training_is_that_of_its_operations(tmp_path, monkeypatch, kind, steps):
     """Those that torch counts, where layers are wide enough that attention is a small part, and Muon a large one."""
     model = tiny_llama(vocab_size=300, hidden_size=96, intermediate_size=384, num_hidden_layers=8)
     save_folder(tmp_path / "target", model, tiny_tokenizer())
-    plan = TrainingPlan(
-        *(str(tmp_path / "target"), 144), device="cpu", length=72, page=144, batch=72, passes=1, vocabulary=150
-    )
+    plan = TrainingPlan(str(tmp_path / "target"), 144, device="cpu", length=72, page=144, batch=72, passes=1)
+    plan = replace(plan, vocabulary=150, kind=kind, steps=steps)
     distillation = pipeline.Distillation(Options(plan, tmp_path / "out", resume=False, keep=False), lambda line: None)
     monkeypatch.setattr(PageGenerator, "speed", lambda self, size: 1.0)
     _, expected = distillation._seconds_left()
