@@ -29,7 +29,7 @@ REPEATS, FEWEST = 5, 2
 ENOUGH = 1.5  # seconds after which REPEATS end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
-CHECKED_WIDTH, CHECK_REPEATS = 5, 3
+CHECKED_WIDTH, WIDE, CHECK_REPEATS = 5, 9, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +183,12 @@ def times_have_changed(
 def more_threads_are_faster(
     probe: ForwardProbe, count: int, others: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> bool:
-    """Return whether a decode step is clearly faster with one of these numbers of threads than with `count`, which is
-    in use afterwards.
+    """Return whether a decode step and a wide pass are clearly faster with one of these numbers of threads than with
+    `count`, which is in use afterwards. One thread may keep memory as busy as several, but is slower at a prompt.
     """
     fastest: dict[int, float] = {}
     for number in (*others, count):
         torch.set_num_threads(number)
-        fastest[number] = min(width_seconds(probe, [1], clock, repeats=CHECK_REPEATS)[1])
+        times = width_seconds(probe, [1, min(WIDE, probe.max_width)], clock, repeats=CHECK_REPEATS)
+        fastest[number] = sum(map(min, times.values()))
     return any(fastest[number] * STALE < fastest[count] for number in others)

@@ -46,16 +46,18 @@ def test_the_second_start_rechecks_a_slice_and_uses_the_stored_costs(
     assert second.draft_seconds == {"head": 0.25}
 
 
-@pytest.mark.parametrize(("two_threads", "too_few"), [(0.7, True), (0.8, False)])
+@pytest.mark.parametrize(("step", "wide", "too_few"), [(0.7, 0.7, True), (0.8, 0.8, False), (1.0, 0.4, True)])
 def test_a_number_of_threads_that_a_busy_machine_had_chosen_is_chosen_anew(
-    two_threads: float, too_few: bool, file: ResultFile, tests: mock.Mock, monkeypatch: pytest.MonkeyPatch
+    step: float, wide: float, too_few: bool, file: ResultFile, tests: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds of a step with two threads, where one needs a second. A requested number stays."""
+    """Seconds of a step and of a wide pass with two threads, where one needs a second for each. A requested number
+    stays.
+    """
     monkeypatch.setattr(machine, "candidate_threads", lambda: [1, 2])
     monkeypatch.setattr(machine, "requested_threads", lambda: 0)
     first = start(file, threads=0)
     edit(file, {"threads": 1})
-    speeds = FixedSpeeds(lambda name, threads, width: two_threads if threads == 2 else 1.0)
+    speeds = FixedSpeeds(lambda name, threads, width: 1.0 if threads == 1 else step if width == 1 else wide)
     fewer = partial(forward_timing.more_threads_are_faster, clock=lambda: speeds.now)
     monkeypatch.setattr(engine, "more_threads_are_faster", lambda _, *counts: fewer(speeds.probe("invariant"), *counts))
     second = start(file, threads=0)
