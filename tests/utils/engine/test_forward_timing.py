@@ -48,10 +48,10 @@ def test_in_a_longer_context_few_widths_are_measured() -> None:
     long.seconds = {width: seconds + 0.002 * width for width, seconds in short.seconds.items()}
     _, costs = verify_costs(short, lambda: short.now)
     step, longer = verify_costs(long, lambda: long.now, shorter=costs)
-    assert set(long.widths) == {1, 5} and step == pytest.approx(0.022) and len(longer) == len(costs)
+    assert set(long.widths) == {1, 9} and step == pytest.approx(0.022) and len(longer) == len(costs)
     # Exact at the measured width. Elsewhere an estimate, because the steps of the kernels weigh less there.
-    assert longer[3] == pytest.approx((0.04 + 0.01) / 0.022 - 1)
-    for count, width in ((1, 2), (2, 3), (8, 9), (16, 17)):
+    assert longer[7] == pytest.approx((0.06 + 0.018) / 0.022 - 1)
+    for count, width in ((1, 2), (2, 3), (4, 5), (16, 17)):
         assert 1 + longer[count - 1] == pytest.approx(long.seconds[width] / 0.022, rel=0.06)
 
 
