@@ -100,7 +100,7 @@ class Student:
     `embed` is its input embedding, and `rows` are its output rows (V', H) of the ids `vocabulary` (V',). Neither is
     trained. `layers` are the hidden states of its pages; the last one is the input of the target's output layer.
     `has_embedding` and `has_rows` are False if its files leave them to the target. A training step computes one of
-    `stride` entries. `tables` begin the names of matrices that are not trained as such.
+    `stride` entries. Matrices whose names begin with one of `tables` are trained by AdamW, as vectors are.
     """
 
     kind, has_embedding, has_rows = "eagle3", True, True
@@ -148,7 +148,7 @@ class Student:
 class BlockStudent(Student):
     """A drafter in the DSpark format, whose blocks have a slot for each draft.
 
-    It learns from every second position only: blocks at neighbouring ones are much alike.
+    A training step computes the blocks at every second position, to save time.
     """
 
     kind, stride, tables = "block", 2, ("markov_head.", "confidence_head.")

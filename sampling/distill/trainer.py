@@ -32,8 +32,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """Mean cross entropy of q = softmax(states @ [rows, extra].T) to p = softmax(target_states @ target_rows.T), and
     the acceptance sum_x min(p(x), q(x)) (N,), which has no gradient.
 
-    The rows have none either: they are the target's. The others are computed in the forward pass, in chunks, so that
-    each logit is visited once, and few exist at a time.
+    The rows have none either: they are the target's. The gradients of the states and of `extra` are computed in the
+    forward pass, in chunks, so that each logit is visited once, and few exist at a time.
     """
 
     @staticmethod

@@ -24,12 +24,13 @@ from utils.errors import UserError
 SHORT = 64  # tokens before the first timed forward pass
 READ = 16  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
-LONG_WIDTHS = (1, 9)  # in the longer context: what attention adds grows evenly with the width
+WIDE = 9
+LONG_WIDTHS = (1, WIDE)  # in the longer context: what attention adds grows evenly with the width
 REPEATS, FEWEST = 5, 2
 ENOUGH = 1.5  # seconds after which REPEATS end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
-CHECKED_WIDTH, WIDE, CHECK_REPEATS = 5, 9, 3
+CHECKED_WIDTH, CHECK_REPEATS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
