@@ -393,22 +393,53 @@ def _functions(form: PackedForm) -> tuple[int, int]:
     return address("block"), address("prepare") if form.is_prepared else 0
 
 
-def _in_lanes(parts: Sequence[Tensor]) -> Tensor:
-    """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows."""
+_PACK = {"rows": POINTER, "out": POINTER, "inputs": INT}
+
+
+@cache
+def _packing_function(bits: int, *, as_words: bool) -> int:
+    """The address of pack(arguments, block) for values of so many bits, or for those of 4 bits in bytes."""
+    kind = ir.IntType(8 * IN_WORD if as_words else bits)
+    module, vector = ir.Module("packing"), ir.VectorType(kind, LANES)
+    stored = _WORDS if as_words else vector
+    code, given, block = item_function(module, "pack", _PACK)
+    first = code.mul(block, code.mul(given["inputs"], INT(LANES)))
+    rows, out = code.at(given["rows"], first, kind), code.at(given["out"], first, stored.element)
+
+    def pack(index: ir.Value) -> None:
+        values = ir.Constant(vector, ir.Undefined)
+        for lane in range(LANES):
+            place = code.add(index, code.mul(given["inputs"], INT(lane)))
+            value = code.load(code.at(rows, place, kind), typ=kind, align=1)
+            values = code.insert_element(values, value, ir.IntType(32)(lane))
+        # Bytes of 4 bits move together: pairs of them, pairs of pairs, and all eight.
+        for shift in (4, 8, 16) if as_words else ():
+            field = sum((1 << 2 * shift) - 1 << 4 * shift * each for each in range(16 // shift))
+            shifted = code.lshr(values, ir.Constant(vector, [shift] * LANES))
+            values = code.and_(code.or_(values, shifted), ir.Constant(vector, [field] * LANES))
+        values = code.trunc(values, stored) if as_words else values
+        code.store(values, code.at(out, code.mul(index, INT(LANES)), stored.element), align=1)
+
+    code.for_each(given["inputs"], pack)
+    code.ret_void()
+    return compiled(module, optimizes=False)("pack")
+
+
+def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
+    """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows. as_words: values of 4 bits
+    become words of IN_WORD adjacent inputs, the first one in the lowest bits: (N / LANES, K / IN_WORD, LANES).
+    """
     if any(len(part) % LANES for part in parts):
         whole = torch.cat([*parts])
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
+    inputs, dtype = parts[0].shape[1] // (IN_WORD if as_words else 1), torch.int32 if as_words else parts[0].dtype
     blocks = [len(part) // LANES for part in parts]
-    out = torch.empty(sum(blocks), parts[0].shape[1], LANES, dtype=parts[0].dtype)
-    for own, part in zip(out.split(blocks), parts, strict=True):
-        own.copy_(part.unflatten(0, (-1, LANES)).transpose(1, 2))
+    out = torch.empty(sum(blocks), inputs, LANES, dtype=dtype, device="cpu")
+    pack = _packing_function(8 * parts[0].itemsize, as_words=as_words)
+    for own, part, count in zip(out.split(blocks), map(Tensor.contiguous, parts), blocks, strict=True):
+        arguments = words(_PACK, rows=part, out=own, inputs=inputs)
+        WORKERS.run(*job_list([(pack, arguments, count)]))
     return out
-
-
-def _in_words(values: Tensor) -> Tensor:
-    """Values of 4 bits (N, K) as words (N, K / IN_WORD) of adjacent inputs, the first one in the lowest bits."""
-    pairs = values.contiguous().view(torch.int16)
-    return pairs.bitwise_or(pairs >> 4).to(torch.uint8).view(torch.int32)
 
 
 class CompiledKernel:
@@ -435,7 +466,7 @@ class CompiledKernel:
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         self.form = PackedForm(kind, self.inputs, group, scales, offset, self._shifts is not None, bias is not None)
-        self._values = _in_lanes([*map(_in_words, values)] if kind == "uint4" else values)
+        self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._groups = self.inputs // group if group else 1

@@ -52,7 +52,7 @@ from utils.models.sources import Source
 from utils.text import byte_size
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
-UNPACKED_BYTES = 1 << 24  # of a file that are unpacked at once
+UNPACKED_BYTES = 1 << 20  # of a file that are unpacked at once, so that they stay in the processor's cache
 
 
 class Stored(NamedTuple):
@@ -176,7 +176,6 @@ def tensor_processor(architecture: str, model: PreTrainedModel) -> TensorProcess
 def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
     form = UNPACKERS[kind]
-    # A few rows at a time, because unpacking needs several times the memory of its result.
     some = max(1, UNPACKED_BYTES // max(1, data.shape[1]))
     first, *others = (_unpacked_rows(form, data[start : start + some]) for start in range(0, len(data), some))
     return first.map(lambda *parts: torch.cat(parts), *others) if others else first
@@ -206,10 +205,12 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 def _fields(data: Tensor, width: int, bits: int) -> Tensor:
     """Split bytes into fields of `bits` bits, the lowest of `width` bytes first: (B, n * width) -> (B, n * 8 // bits,
-    width).
+    width). Four bytes are split at once, because PyTorch shifts single bytes slowly.
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
-    return (data.reshape(len(data), -1, 1, width) >> shifts & (1 << bits) - 1).flatten(1, 2)
+    words = data.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))
+    lowest = int.from_bytes([(1 << bits) - 1] * 4)  # of each byte
+    fields = [words >> shift & lowest for shift in range(0, 8, bits)]
+    return torch.stack(fields, dim=2).flatten(1, 2).view(torch.uint8)
 
 
 def _q4_0(blocks: Tensor) -> BlockWeight:
@@ -235,9 +236,10 @@ def _q5_k(blocks: Tensor) -> BlockWeight:
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and minimums (B, 8) of Q4_K and Q5_K blocks: 6 bits each in 12 bytes, times two float16 numbers."""
-    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, both & 15 | first >> 6 << 4], dim=1)
-    minimums = torch.cat([second & 63, both >> 4 | second >> 6 << 4], dim=1)
+    first, second, both = blocks[:, 4:16].contiguous().view(torch.int32).split(1, dim=1)  # of four scales each
+    low, six, top = 0x0F0F0F0F, 0x3F3F3F3F, 0x30303030  # bits of each byte
+    scales = torch.cat([first & six, both & low | first >> 2 & top], dim=1).view(torch.uint8)
+    minimums = torch.cat([second & six, both >> 4 & low | second >> 2 & top], dim=1).view(torch.uint8)
     return _halves(blocks, 0).float() * scales, -_halves(blocks, 2).float() * minimums
 
 
