@@ -73,7 +73,7 @@ def random_drafter(seed: int) -> Eagle3:
 
 
 def new_drafter(target: Any) -> Eagle3:
-    empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {})
+    empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()})
     config = layer_config(layer_keys(), empty, head_norms=False)
     config.vocab_size = SIZE
     drafter = Eagle3(config, RIGHT, Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False))

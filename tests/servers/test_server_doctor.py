@@ -83,7 +83,7 @@ def eagle_pair() -> TinyPair:
         texts.append([*ids, *tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))])
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}, {}), head_norms=False)
+        config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}), head_norms=False)
         config.vocab_size = VOCABULARY
         parts = Parts(4, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
         drafter = Eagle3(config, RIGHT, parts)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from utils.errors import UserError
 from utils.models.load_errors import explained_errors, quiet
-from utils.models.quantization import QuantizedWeight, is_packed, quantized_weights, unsupported, without_parts
+from utils.models.quantization import QuantizedWeight, is_packed, unsupported, with_quantized
 from utils.models.sources import Source, StoredTensor, downloaded_folder, stored_tensors, weight_files
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -25,6 +25,16 @@ PREFIX = "model."  # some exports put it before every name
 DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class JoinedExperts(NamedTuple):
+    """The matrices of all experts, which are read as one tensor (experts, rows, columns)."""
+
+    experts: list[list[Stored]]
+    shape: tuple[int, ...]
+
+
+Stored = StoredTensor | QuantizedWeight | JoinedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,52 +48,41 @@ class DrafterCheckpoint:
 
     name: str
     config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    files: Mapping[str, tuple[Path, str]]
-    quantized: Mapping[tuple[Path, str], QuantizedWeight] = field(default_factory=dict, kw_only=True)
-    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    stored: Mapping[str, Stored]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: part.shape for name, part in self.stored.items()}
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read these tensors, or all. Raises UserError for one that is missing, damaged or not finite."""
-        wanted = list(self.shapes if names is None else names)
-        if missing := next((name for name in wanted if name not in self.shapes), None):
+        wanted = list(self.stored if names is None else names)
+        if missing := next((name for name in wanted if name not in self.stored), None):
             raise UserError(f"'{self.name}' has no tensor {missing}: fetch or copy its files again.")
-        read: dict[str, Tensor] = {}
         with explained_errors(self.name):
-            for path in sorted({self.files[name][0] for name in wanted}):
-                with safe_open(path, framework="pt") as file:
-                    for name in wanted:
-                        if self.files[name][0] == path:
-                            weight = self.quantized.get(self.files[name])
-                            read[name] = weight.read(self.dtype) if weight else file.get_tensor(self.files[name][1])
-        for name, tensor in read.items():
-            self._check(name, tensor)
-        return read
+            return {name: self._read(name, self.stored[name]) for name in wanted}
+
+    def _read(self, name: str, part: Stored) -> Tensor:
+        if isinstance(part, JoinedExperts):
+            experts = ([self._read(name, one) for one in expert] for expert in part.experts)
+            return torch.stack([torch.cat(expert) for expert in experts])
+        tensor = part.read() if isinstance(part, StoredTensor) else part.read(self.dtype)
+        if name not in ID_TENSORS and tensor.dtype not in FLOATS:
+            raise unsupported(self.name, str(tensor.dtype).removeprefix("torch."), part.name)
+        if name not in ID_TENSORS and not torch.isfinite(tensor).all():
+            raise UserError(f"'{self.name}' has weights that are not finite ({part.name}): fetch or copy it again.")
+        return tensor
 
     def check_types(self) -> None:
         """Raise UserError for weights in 8 bits or fewer that cannot be dequantized, without reading them."""
-        with explained_errors(self.name):
-            for path in sorted({path for path, _ in self.files.values()}):
-                for tensor in stored_tensors(path):
-                    if is_packed(tensor) and (path, tensor.name) not in self.quantized:
-                        raise unsupported(self.name, tensor.kind, tensor.name)
-
-    def _check(self, name: str, tensor: Tensor) -> None:
-        if name in ID_TENSORS:
-            return
-        stored = self.stored_name(name)
-        if tensor.dtype not in FLOATS:
-            raise unsupported(self.name, str(tensor.dtype).removeprefix("torch."), stored)
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"'{self.name}' has weights that are not finite ({stored}): fetch or copy it again.")
-
-    def stored_name(self, name: str) -> str:
-        """The name of a tensor in its file, or the same name if it has none."""
-        return self.files[name][1] if name in self.files else name
+        for part in self.stored.values():
+            if isinstance(part, StoredTensor) and is_packed(part):
+                raise unsupported(self.name, part.kind, part.name)
 
     def has(self, *names: str) -> bool:
         """Whether it has all of these tensors."""
-        return all(name in self.shapes for name in names)
+        return all(name in self.stored for name in names)
 
     @property
     def layer_keys(self) -> dict[str, Any]:
@@ -98,12 +97,11 @@ class DrafterCheckpoint:
             old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
             return prefixes[old] + name.removeprefix(old) if old else name
 
-        shapes = {new(name): shape for name, shape in self.shapes.items()}
-        return replace(self, shapes=shapes, files={new(name): place for name, place in self.files.items()})
+        return replace(self, stored={new(name): part for name, part in self.stored.items()})
 
     def layer_count(self) -> int:
         """The number of layers, by the names of their tensors."""
-        numbers = {name.split(".")[1] for name in self.shapes if name.startswith("layers.")}
+        numbers = {name.split(".")[1] for name in self.stored if name.startswith("layers.")}
         return len([number for number in numbers if number.isdigit()])
 
 
@@ -124,21 +122,9 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise UserError(f"'{source.name}' has a damaged {CONFIG}: fetch or copy it again.")
-        stored = _tensor_names(files)
-        weights = quantized_weights(stored, config.get("quantization_config"))
-    named = without_parts(stored, weights) | {name: weight.numbers for name, weight in weights.items()}
-    places = {name: (tensor.path, tensor.name) for name, tensor in named.items()}
-    quantized = {places[name]: weight for name, weight in weights.items()}
-    shapes = {name: weights.get(name, tensor).shape for name, tensor in named.items()}
-    return DrafterCheckpoint(source.name, config, shapes, places, quantized=quantized)
-
-
-def _tensor_names(paths: list[Path]) -> dict[str, StoredTensor]:
-    named: dict[str, StoredTensor] = {}
-    for path in paths:
-        for tensor in stored_tensors(path):
-            name = tensor.name.removeprefix(PREFIX)
-            if name in named:
+        stored: dict[str, StoredTensor] = {}
+        for tensor in chain.from_iterable(map(stored_tensors, files)):
+            if (name := tensor.name.removeprefix(PREFIX)) in stored:
                 raise SafetensorError(f"{name} is stored twice")
-            named[name] = tensor
-    return named
+            stored[name] = tensor
+        return DrafterCheckpoint(source.name, config, with_quantized(stored, config.get("quantization_config")))

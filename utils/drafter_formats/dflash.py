@@ -404,7 +404,7 @@ def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
     """Whether it is a DSpark checkpoint: by its tensors, or by name if it has neither of the optional heads."""
     names = [checkpoint.config.get(name) for name in (SPECULATORS, "architectures")]
     names.append(setting(checkpoint, "projector_type"))
-    has_head = any(name.startswith(("markov_head.", "confidence_head.")) for name in checkpoint.shapes)
+    has_head = any(name.startswith(("markov_head.", "confidence_head.")) for name in checkpoint.stored)
     return has_head or any("dspark" in str(name).lower() for name in names)
 
 

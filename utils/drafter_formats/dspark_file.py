@@ -23,6 +23,7 @@ from utils.drafter_formats.eagle3_file import (
     speculation,
 )
 from utils.drafter_formats.layer_config import FULL, layer_config
+from utils.models.sources import StoredTensor
 
 LAYERS = 2
 RANK = 64  # of the Markov head
@@ -60,7 +61,8 @@ def new_dspark(target: PreTrainedModel, layers: tuple[int, ...], *, slots: int, 
     shapes: dict[str, tuple[int, ...]] = {f"layers.{index}.": () for index in range(LAYERS)}
     shapes |= {"fc.weight": (hidden, hidden * len(layers)), CONFIDENCE: (1, hidden + RANK)}
     shapes |= dict(zip(MARKOV, ((size, RANK), (drafted, RANK)), strict=True))
-    checkpoint = DrafterCheckpoint("a new drafter", config, shapes, {})
+    stored = {name: StoredTensor(Path(), name, "F32", shape) for name, shape in shapes.items()}
+    checkpoint = DrafterCheckpoint("a new drafter", config, stored)
     layer = layer_config(keys, checkpoint, head_norms=True)
     layer.vocab_size = size
     drafter = DFlash(layer, checkpoint, target)

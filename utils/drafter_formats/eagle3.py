@@ -315,9 +315,7 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     window = check_target_file(checkpoint, target)
     checkpoint = checkpoint.renamed(RENAMED)
-    feature_size = int(target.config.get_text_config(decoder=True).hidden_size)
-    parts = _parts(checkpoint, target, feature_size)
-    parts = replace(parts, windows=tuple(size or window for size in parts.windows))
+    parts = _parts(checkpoint, target, window)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
     config.vocab_size = vocabulary_size(target)
     with torch.device("meta"):  # random weights would take time and memory
@@ -335,20 +333,21 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
     shapes differ.
     """
     # Configs name biases in several ways, some by default. Equal parts of all layers and heads have one or have none.
-    biased = {_kind(name) for name in checkpoint.shapes if name.endswith(".bias")}
+    biased = {_kind(name) for name in checkpoint.stored if name.endswith(".bias")}
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
             bias = nn.Parameter(torch.empty(part.out_features)) if _kind(f"{name}.bias") in biased else None
             part.register_parameter("bias", bias)
     expected = {name: tuple(part.shape) for name, part in module.state_dict().items()}
     # Old exports store the frequencies of rotary embeddings, which follow from the config.
-    ignored = {name for name in checkpoint.shapes if name in besides or name.endswith("rotary_emb.inv_freq")}
+    ignored = {name for name in checkpoint.stored if name in besides or name.endswith("rotary_emb.inv_freq")}
     stored = {name: shape for name, shape in checkpoint.shapes.items() if name not in ignored}
     if odd := next(iter(sorted(expected.items() ^ stored.items())), None):
         name, shape = odd[0], stored.get(odd[0], "missing")
         raise UserError(
-            f"'{checkpoint.name}' has weights that differ from its config.json: {checkpoint.stored_name(name)} is "
-            f"{shape} and should be {expected.get(name, 'absent')}."
+            f"'{checkpoint.name}' has weights that differ from its config.json: "
+            f"{getattr(checkpoint.stored.get(name), 'name', name)} is {shape} and should be "
+            f"{expected.get(name, 'absent')}."
         )
     on_meta = any(part.is_meta for part in module.parameters())  # then the read tensors take the place of its own
     module.load_state_dict(checkpoint.tensors(stored), assign=on_meta)
@@ -359,18 +358,19 @@ def _kind(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, feature_size: int) -> Parts:
+def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, window: int | None) -> Parts:
+    """`window` is that of layers with full attention."""
     count, config = checkpoint.layer_count(), checkpoint.config
     # To SpecForge 0.2, `norm_output` false means that the output head reads states before the final norm. In SGLang it
     # is about the states that are fed back.
     head_norm_doubtful = config.get("norm_output") is False and "speculators_model_type" not in config
     return Parts(
         layer_count(target),
-        feature_size,
+        int(target.config.get_text_config(decoder=True).hidden_size),
         fc_norm=checkpoint.has("fc_norm.0.weight"),
         norm_before_fc=checkpoint.has("input_norm.weight"),
         head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
-        windows=sliding_sizes(checkpoint),
+        windows=tuple(size or window for size in sliding_sizes(checkpoint)),
         joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
         doubtful=("norm_before_head",) if head_norm_doubtful else (),
     )
@@ -456,9 +456,9 @@ def is_peagle(checkpoint: DrafterCheckpoint) -> bool:
 
 def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagle:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name != MASK_STATE}
+    stored = {name: part for name, part in checkpoint.stored.items() if name != MASK_STATE}
     block_size, token = _block_size(checkpoint), _mask_token(checkpoint)
-    network = load_eagle3(replace(checkpoint, shapes=shapes), target)
+    network = load_eagle3(replace(checkpoint, stored=stored), target)
     hidden = checkpoint.tensors([MASK_STATE])[MASK_STATE].reshape(1, -1)
     if hidden.shape[1] != network.fc.in_features:
         raise misfit(checkpoint, f"its {MASK_STATE} has {hidden.shape[1]} numbers, not {network.fc.in_features}")

@@ -181,7 +181,11 @@ def load_gemma4_assistant(checkpoint: DrafterCheckpoint, target: PreTrainedModel
     head = "lm_head." if checkpoint.has("lm_head.weight") else "embed_tokens."
     load_exactly(drafter, checkpoint.renamed({head: "lm_head."}), besides=("embed_tokens.weight",))
     if drafter.masked_embedding is not None:
-        _check_ordering(checkpoint, drafter.masked_embedding.token_ordering)
+        ordering = drafter.masked_embedding.token_ordering.long().sort().values
+        if not torch.equal(ordering, torch.arange(len(ordering))):
+            raise UserError(
+                f"'{checkpoint.name}' has a token_ordering that is not an order of its tokens: fetch it again."
+            )
     return drafter.share(sources, target)
 
 
@@ -218,8 +222,3 @@ def _key_sizes(config: Any, layer: int) -> tuple[int, int]:
     """The number of key heads of a layer, and their size."""
     part = config.per_layer_config[layer]
     return part.num_key_value_heads, part.head_dim
-
-
-def _check_ordering(checkpoint: DrafterCheckpoint, ordering: Tensor) -> None:
-    if not torch.equal(ordering.long().sort().values, torch.arange(len(ordering))):
-        raise UserError(f"'{checkpoint.name}' has a token_ordering that is not an order of its tokens: fetch it again.")

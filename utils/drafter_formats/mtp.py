@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from transformers.modeling_layers import MtpLayer
 from utils.decode.features import final_norm, layer_count
 from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
-from utils.drafter_formats.checkpoint import DrafterCheckpoint
+from utils.drafter_formats.checkpoint import DrafterCheckpoint, JoinedExperts
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
 from utils.engine import attention
@@ -165,15 +166,14 @@ def mtp_layers(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     layout, prefix = found
     text = checkpoint.config.get("text_config") or checkpoint.config
     check_supported(str(text.get("model_type")))  # before the target is loaded, which may take long
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
-    if stored := next((name for name in shapes if name.endswith(QUANTIZED)), None):
+    stored = {name: part for name, part in checkpoint.stored.items() if name.startswith(prefix)}
+    if packed := next((name for name in stored if name.endswith(QUANTIZED)), None):
         raise UserError(
-            f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({stored}), which cannot be read: "
+            f"The MTP layers of '{checkpoint.name}' are stored in a quantized format ({packed}), which cannot be read: "
             "name a copy in bfloat16 as --target, or use a different --drafter."
         )
     names = {f"{prefix}{old}": new for old, new in layout.names.items()} | {prefix: BLOCK}
-    part = replace(checkpoint, shapes=shapes, files={name: checkpoint.files[name] for name in shapes})
-    return with_joined_experts(part.renamed(names))
+    return with_joined_experts(replace(checkpoint, stored=stored).renamed(names))
 
 
 def check_supported(model_type: str) -> None:
@@ -192,7 +192,7 @@ def found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:
         pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}")
         # By length first, so that layer 9 comes before layer 10.
         found = sorted(
-            (match[1] for match in map(pattern.fullmatch, checkpoint.shapes) if match),
+            (match[1] for match in map(pattern.fullmatch, checkpoint.stored) if match),
             key=lambda name: (len(name), name),
         )
         if found:
@@ -200,51 +200,20 @@ def found_layout(checkpoint: DrafterCheckpoint) -> tuple[Layout, str] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedExperts(DrafterCheckpoint):
-    """A checkpoint whose experts are joined when they are read.
-
-    `separate` is the checkpoint as stored. `joined` has, by the name of a tensor (experts, rows, columns), the names of
-    the parts of each expert.
-    """
-
-    separate: DrafterCheckpoint
-    joined: dict[str, list[list[str]]]
-
-    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Read these tensors, or all. Raises UserError for one that is missing, damaged or not finite."""
-        wanted = list(self.shapes if names is None else names)
-        separate = replace(self.separate, dtype=self.dtype)
-        read = separate.tensors([name for name in wanted if name not in self.joined])
-        for name in wanted:
-            if name in self.joined:
-                parts = separate.tensors([part for expert in self.joined[name] for part in expert])
-                read[name] = torch.stack([torch.cat([parts[part] for part in expert]) for expert in self.joined[name]])
-        return read
-
-
 def with_joined_experts(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
     """The same checkpoint with the experts of each layer as one tensor. Raises UserError if one is missing or has a
     shape of its own.
     """
     counts: dict[str, int] = {}
-    for match in filter(None, map(ONE.fullmatch, checkpoint.shapes)):
+    for match in filter(None, map(ONE.fullmatch, checkpoint.stored)):
         counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if not ONE.fullmatch(name)}
-    joined = {}
+    shapes, stored = checkpoint.shapes, {k: part for k, part in checkpoint.stored.items() if not ONE.fullmatch(k)}
     for prefix, count in counts.items():
         for name, kinds in JOINED.items():
-            experts = [[f"{prefix}.{index}.{kind}_proj.weight" for kind in kinds] for index in range(count)]
-            rows, columns = _part_shape(checkpoint, [part for expert in experts for part in expert])
-            joined[f"{prefix}.{name}"], shapes[f"{prefix}.{name}"] = experts, (count, len(kinds) * rows, columns)
-    name, config, files = checkpoint.name, checkpoint.config, checkpoint.files
-    return JoinedExperts(name, config, shapes, files, checkpoint, joined) if joined else checkpoint
-
-
-def _part_shape(checkpoint: DrafterCheckpoint, parts: list[str]) -> tuple[int, ...]:
-    """The shape that all of these tensors have."""
-    shape = checkpoint.shapes.get(parts[0], ())
-    if len(shape) != 2 or (odd := next((part for part in parts if checkpoint.shapes.get(part) != shape), None)):
-        part = parts[0] if len(shape) != 2 else odd
-        raise UserError(f"'{checkpoint.name}' has no usable tensor {part}: fetch or copy its files again.")
-    return shape
+            names = [[f"{prefix}.{index}.{kind}_proj.weight" for kind in kinds] for index in range(count)]
+            shape = shapes.get(names[0][0], ())
+            if odd := next((part for part in chain(*names) if len(shape) != 2 or shapes.get(part) != shape), None):
+                raise UserError(f"'{checkpoint.name}' has no usable tensor {odd}: fetch or copy its files again.")
+            experts = [[checkpoint.stored[part] for part in expert] for expert in names]
+            stored[f"{prefix}.{name}"] = JoinedExperts(experts, (count, len(kinds) * shape[0], shape[1]))
+    return replace(checkpoint, stored=stored)

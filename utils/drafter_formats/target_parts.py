@@ -20,6 +20,7 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, DrafterCheckpoint
 from utils.errors import UserError
 from utils.files import read_text, replacing
+from utils.models.sources import StoredTensor
 
 NAME, VERSION = "target.json", 1
 # Number formats move a fingerprint by less than this share of its norm; different models are further apart.
@@ -180,7 +181,8 @@ def check_target_file(checkpoint: DrafterCheckpoint, target: PreTrainedModel) ->
     Drafters are worse beyond the length of their training text. A config has one window for all of its layers. Raises
     UserError if a file beside the weights says that they belong to a different target, or is damaged.
     """
-    path = next((path for path, _ in checkpoint.files.values()), Path()).parent / NAME
+    files = (part.path for part in checkpoint.stored.values() if isinstance(part, StoredTensor))
+    path = next(files, Path()).parent / NAME
     if not path.is_file():
         return None
     try:

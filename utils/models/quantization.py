@@ -188,9 +188,9 @@ class QuantizedWeight:
     block: tuple[int, int]
 
     @property
-    def numbers(self) -> StoredTensor:
-        """Its numbers, without their scales."""
-        return self.parts[WEIGHT] if WEIGHT in self.parts else self.parts[PACKED]
+    def name(self) -> str:
+        """That of its numbers, without their scales."""
+        return (self.parts[WEIGHT] if WEIGHT in self.parts else self.parts[PACKED]).name
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Dequantize: scale x number, or scale x (number - zero point)."""
@@ -223,8 +223,8 @@ def _zero_points(stored: Tensor, rows: int) -> Tensor:
     return _unpacked(stored.T)[:, :rows].T if stored.dtype == torch.int32 else stored.float()
 
 
-def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, QuantizedWeight]:
-    """The weights in supported formats by name, for the tensors and the `quantization_config` of a checkpoint."""
+def with_quantized(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | QuantizedWeight]:
+    """The tensors of a checkpoint by name, with weights in supported formats in place of their parts and scales."""
     found: dict[str, QuantizedWeight] = {}
     block = _block(config)
     for name in stored:
@@ -236,7 +236,13 @@ def quantized_weights(stored: Mapping[str, StoredTensor], config: Any) -> dict[s
         if scale is not None and scale.kind in FLOATS:
             weight = _recognised({end: stored[name], SCALE: scale} | others, block)
             found |= {} if weight is None else {f"{module}.{WEIGHT}": weight}
-    return found
+    ends = (WEIGHT, PACKED, SHAPE, *SCALES, ZEROS, ORDER)
+    parts = {name.removesuffix(WEIGHT) + end for name in found for end in ends}
+    unused = UNUSED if found else ()
+    rest = {
+        name: tensor for name, tensor in stored.items() if name not in parts and name.rpartition(".")[2] not in unused
+    }
+    return rest | found
 
 
 def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> QuantizedWeight | None:
@@ -271,20 +277,6 @@ def _block(config: Any) -> Sequence[int]:
     return next((size for size in sizes if isinstance(size, list) and len(size) == 2), USUAL_BLOCK)
 
 
-def without_parts(
-    stored: Mapping[str, StoredTensor], weights: Mapping[str, QuantizedWeight]
-) -> dict[str, StoredTensor]:
-    """The tensors that are not parts of these weights, nor scales of the activations of a quantized checkpoint."""
-    modules = {name.rpartition(".")[0] for name in weights}
-    ends = (WEIGHT, PACKED, SHAPE, *SCALES, ZEROS, ORDER)
-    parts = {f"{module}.{end}" for module in modules for end in ends}
-    return {
-        name: tensor
-        for name, tensor in stored.items()
-        if name not in parts and not (modules and name.rpartition(".")[2] in UNUSED)
-    }
-
-
 def dequantized_model(
     source: Source, config: PreTrainedConfig, where: Placement
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
@@ -299,18 +291,18 @@ def dequantized_model(
     folder = downloaded_folder(source)
     files = filter(Path.is_file, weight_files(folder))
     stored = {tensor.name: tensor for path in files for tensor in stored_tensors(path)}
-    weights = quantized_weights(stored, config.quantization_config)
-    rest = without_parts(stored, weights)
-    if odd := next((tensor for tensor in rest.values() if is_packed(tensor)), None):
+    weights = with_quantized(stored, config.quantization_config)
+    if odd := next((part for part in weights.values() if isinstance(part, StoredTensor) and is_packed(part)), None):
         if method != COMPRESSED_TENSORS or find_spec("compressed_tensors") is not None:
             return None
         raise unsupported(source.name, odd.kind, odd.name)
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.bfloat16
-    shapes = [weight.shape for weight in weights.values()] + [tensor.shape for tensor in rest.values()]
-    check_free(source.name, sum(map(prod, shapes)) * dtype.itemsize, "cpu", "use --dtype bfloat16, or a smaller model")
+    needed = sum(prod(part.shape) for part in weights.values()) * dtype.itemsize
+    check_free(source.name, needed, "cpu", "use --dtype bfloat16, or a smaller model")
     del config.quantization_config
-    state = {name: tensor.read() for name, tensor in rest.items()}
-    state |= {name: weight.read(dtype) for name, weight in weights.items()}
+    state = {
+        name: part.read() if isinstance(part, StoredTensor) else part.read(dtype) for name, part in weights.items()
+    }
     with torch.device("meta"):
         made = type(AutoModelForCausalLM.from_config(config))
     keywords = {"dtype": dtype, "device_map": {"": where.device}, "output_loading_info": True}

@@ -106,7 +106,7 @@ def test_clear_files_are_examined_by_the_command_only(pair, monkeypatch):
     ],
 )
 def test_what_programs_read_differently_is_ambiguous(config, expected):
-    assert is_ambiguous(DrafterCheckpoint("drafter", config, {}, {})) is expected
+    assert is_ambiguous(DrafterCheckpoint("drafter", config, {})) is expected
 
 
 def test_loading_says_whether_a_checkpoint_is_ambiguous(tmp_path):

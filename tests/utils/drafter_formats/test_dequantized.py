@@ -115,7 +115,7 @@ def test_nothing_is_larger_than_the_final_weight(tmp_path, name):
     quantize, config = FORMATS[name]
     stored, _ = quantized({"a.weight": torch.randn(4096, 16)}, quantize)
     checkpoint = read(write_checkpoint(tmp_path, {"quantization_config": config}, stored))
-    (weight,) = checkpoint.quantized.values()
+    (weight,) = checkpoint.stored.values()
     with Largest() as largest:
         final = weight.read(torch.bfloat16)
     assert final.dtype == torch.bfloat16 and largest.bytes == final.nbytes
