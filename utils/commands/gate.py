@@ -33,6 +33,8 @@ WORDS = {0: "passed", 1: "FAILED", 3: "not distinguishable"}
 SPEEDUP, SPEED = "speed-up over target-only", "tokens/s"
 RECORD_MORE = "at least 5 recorded runs of a prompt, or 5 prompts, are needed: append more runs to the file"
 Runs = Mapping[int, records.RecordedRun]  # by the line of their record
+# A record and its run in each pass, all beside the target's run of the same request, or None.
+Sides = Sequence[tuple[records.RecordedRun, records.RecordedRun | None]]
 
 
 def _accepted(row: Row) -> str:
@@ -64,67 +66,56 @@ def verdict_of(interval: Interval, floor: float) -> str:
     return WORSE if interval.high < floor and interval.high**2 < interval.estimate else UNDECIDED
 
 
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    """The runs of one strategy: `past` has the records, `sides` those and the runs of each pass by line.
+def figures_of(runs: Sequence[Sides], floor: float) -> dict[str, Any]:
+    """The speeds and the accepted drafts of one strategy, and whether they are above the floor."""
+    past = [sides[0][0] for sides in runs]
+    values = [[_speed(*side) for side in sides] for sides in runs]
+    then, *passes = zip(*values, strict=True)
+    interval = _interval(past, (geometric_mean(now) / then for then, *now in values))
+    verdict = verdict_of(interval, floor)
+    return {
+        "strategy": past[0].row["strategy"],
+        "by": SPEEDUP if runs[0][0][1] else SPEED,
+        "runs": f"{len(runs)} x {len(passes)}",
+        "values": [geometric_mean(then), geometric_mean(map(geometric_mean, passes))],
+        "ratio": interval.estimate,
+        "interval": [interval.low, interval.high] if interval.is_bounded else None,
+        "speed": verdict,
+        "more": more_runs(interval, floor, [now for _, *now in values]) if verdict == UNDECIDED else "",
+        **acceptance_figures(past, [sides[1][0] for sides in runs], floor),
+    }
 
-    `references` has the line of the target's run for each line, or nothing. In the lines of `repeatable` nothing
-    differs that could change a text.
+
+def _speed(run: records.RecordedRun, target: records.RecordedRun | None) -> float:
+    """The speed-up over the target, or the tokens/s without its run."""
+    return float(run.row["tokens_per_second"] / (target.row["tokens_per_second"] if target else 1))
+
+
+def acceptance_figures(
+    past: Sequence[records.RecordedRun], now: Sequence[records.RecordedRun], floor: float
+) -> dict[str, Any]:
+    """Accepted drafts per token: it is decided by counts where the texts are the same, since nothing is random."""
+    shares = [_accepted_per_token(past), _accepted_per_token(now)]
+    if not any(shares):
+        return {"accepted": [None, None], "drafts": NOTHING}
+    if all(map(_is_same, past, now)):
+        return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
+    # Half a draft more, so that a text without accepted drafts has a logarithm.
+    rates = ([_accepted_per_token([run], 0.5) for run in runs] for runs in (now, past))
+    return {"accepted": shares, "drafts": verdict_of(_interval(past, map(truediv, *rates)), floor)}
+
+
+def text_figures(runs: Sequence[Sides], repeatable: frozenset[int]) -> dict[str, Any]:
+    """Texts that equal the record's, and the lines of those that differ although equality is guaranteed: from the
+    record in the lines of `repeatable`, where nothing differs that could change a text, and from the target's text.
     """
-
-    past: Sequence[records.RecordedRun]
-    sides: Sequence[Runs]
-    references: Mapping[int, int]
-    repeatable: frozenset[int]
-
-    def values(self, line: int) -> list[float]:
-        """The recorded speed-up and that of each pass, or tokens/s without a reference."""
-        key, other = "tokens_per_second", self.references.get(line)
-        return [runs[line].row[key] / (runs[other].row[key] if other else 1) for runs in self.sides]
-
-    def figures(self, floor: float) -> dict[str, Any]:
-        values = [self.values(run.line) for run in self.past]
-        then, *passes = zip(*values, strict=True)
-        ratios = (geometric_mean(now) / then for then, *now in values)
-        interval = _interval(self.past, ratios)
-        verdict = verdict_of(interval, floor)
-        return {
-            "strategy": self.past[0].row["strategy"],
-            "by": SPEEDUP if self.references else SPEED,
-            "runs": f"{len(self.past)} x {len(self.sides) - 1}",
-            "values": [geometric_mean(then), geometric_mean(map(geometric_mean, passes))],
-            "ratio": interval.estimate,
-            "interval": [interval.low, interval.high] if interval.is_bounded else None,
-            "speed": verdict,
-            "more": more_runs(interval, floor, [now for _, *now in values]) if verdict == UNDECIDED else "",
-            **self.acceptance(floor),
-            **self.texts(),
-        }
-
-    def acceptance(self, floor: float) -> dict[str, Any]:
-        """Accepted drafts per token: it is decided by counts where the texts are the same, since nothing is random."""
-        now = [self.sides[1][run.line] for run in self.past]
-        shares = [_accepted_per_token(runs) for runs in (self.past, now)]
-        if not any(shares):
-            return {"accepted": [None, None], "drafts": NOTHING}
-        if all(map(_is_same, self.past, now)):
-            return {"accepted": shares, "drafts": PASSED if shares[1] >= floor * shares[0] else WORSE}
-        # Half a draft more, so that a text without accepted drafts has a logarithm.
-        rates = ([_accepted_per_token([run], 0.5) for run in runs] for runs in (now, self.past))
-        return {"accepted": shares, "drafts": verdict_of(_interval(self.past, map(truediv, *rates)), floor)}
-
-    def texts(self) -> dict[str, Any]:
-        """Texts that equal the record's, and the lines of those that differ although equality is guaranteed: between
-        runs in the same circumstances, and from the text of the target.
-        """
-        same, wrong = 0, list[int]()
-        for run in self.past:
-            now = [(runs[run.line], runs.get(self.references.get(run.line, 0))) for runs in self.sides[1:]]
-            is_same = all(_is_same(run, one) for one, _ in now)
-            unlike_target = any(other and one.row["repeats_target"] and not _is_same(one, other) for one, other in now)
-            same += is_same
-            wrong += [run.line] * (unlike_target or (run.line in self.repeatable and not is_same))
-        return {"compared_texts": len(self.past), "same_texts": same, "other_texts_in_lines": wrong}
+    same, wrong = 0, list[int]()
+    for (past, _), *now in runs:
+        is_same = all(_is_same(past, one) for one, _ in now)
+        unlike_target = any(other and one.row["repeats_target"] and not _is_same(one, other) for one, other in now)
+        same += is_same
+        wrong += [past.line] * (unlike_target or (past.line in repeatable and not is_same))
+    return {"compared_texts": len(runs), "same_texts": same, "other_texts_in_lines": wrong}
 
 
 def more_runs(interval: Interval, floor: float, passes: Sequence[Sequence[float]]) -> str:
@@ -175,8 +166,8 @@ def references(runs: Sequence[records.RecordedRun]) -> dict[int, int]:
 
 @dataclass(slots=True)
 class _Gate:
-    """The records that are gated, and what their passes have measured. Lines that are `refused` fail; those that are
-    `left_out` do not. Both have the lines by reason.
+    """The records that are gated, and what their passes have measured. `problems` has the lines that are not measured,
+    by reason, and `refused` is the number of those that fail.
     """
 
     file: records.RecordsFile
@@ -185,12 +176,12 @@ class _Gate:
     repeats: int
     passes: list[Runs] = field(default_factory=list)
     matches: list[records.RunMatch] = field(default_factory=list)
-    refused: dict[str, list[int]] = field(default_factory=dict)
-    left_out: dict[str, list[int]] = field(default_factory=dict)
+    problems: dict[str, list[int]] = field(default_factory=dict)
+    refused: int = 0
 
     def events(self) -> Iterator[records.ReportEvent]:
         if servers := [run.line for run in self.file.runs if run.row.get(records.SERVER)]:
-            self.left_out["only runs of strategies are measured, no servers."] = servers
+            self.problems["only runs of strategies are measured, no servers."] = servers
         self.file.runs = [run for run in self.file.runs if run.line not in servers]
         countdown, warm, rows = records.Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
         while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
@@ -216,16 +207,17 @@ class _Gate:
             try:
                 found = rerun(past, self.context, warm)
             except UserError as error:
-                self.refused.setdefault(str(error), []).append(past.line)
+                self.problems.setdefault(str(error), []).append(past.line)
+                self.refused += 1
                 continue
             if KEPT_STORAGE in found.notes:
-                self.left_out.setdefault(f"{KEPT_STORAGE}.", []).append(past.line)
+                self.problems.setdefault(f"{KEPT_STORAGE}.", []).append(past.line)
                 continue
             now[past.line] = found.second[0]
             self.matches += [] if number else [found]
         self.file.runs = [run for run in runs if run.line in now]
         if not now:
-            raise UserError(f"none of the records could be measured. {' '.join(self._problems())}")
+            raise UserError(f"none of the records could be measured. {' '.join(self._not_measured())}")
         self.passes.append(now)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -236,8 +228,8 @@ class _Gate:
         repeatable = frozenset(found.first[0].line for found in verified if not records.differences([found]))
         rows = []
         for name, own in records.gathered((run.row["strategy"], run) for run in self.file.runs).items():
-            mine = {run.line: known[run.line] for run in own if run.line in known}
-            row = _Evidence(own, sides, mine, repeatable).figures(1 - self.percent / 100)
+            runs = [[(side[run.line], side.get(known.get(run.line, 0))) for side in sides] for run in own]
+            row = figures_of(runs, 1 - self.percent / 100) | text_figures(runs, repeatable)
             if name == TARGET and known:
                 row |= {"speed": REFERENCE, "more": ""}
             verdicts = (row["speed"], row["drafts"], WORSE if row["other_texts_in_lines"] else PASSED)
@@ -249,17 +241,16 @@ class _Gate:
         verdicts = {row["verdict"] for row in rows}
         return 1 if WORSE in verdicts or self.refused else 3 if UNDECIDED in verdicts else 0
 
-    def _problems(self) -> list[str]:
-        reasons = (self.refused | self.left_out).items()
-        return [*self.file.left_out, *(records.problem_sentence("A", lines, reason) for reason, lines in reasons)]
+    def _not_measured(self) -> list[str]:
+        found = (records.problem_sentence("A", lines, reason) for reason, lines in self.problems.items())
+        return [*self.file.left_out, *found]
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
         """What differs, what was not measured, and one line for CI."""
         lines = [f"{row['strategy']}: {row['more']}." for row in rows if row["more"]]
-        lines += ["Not measured:", *problems] if (problems := self._problems()) else []
+        lines += ["Not measured:", *problems] if (problems := self._not_measured()) else []
         lines += [DIFFERENT, *found] if (found := records.differences(self.matches)) else []
-        refused = sum(map(len, self.refused.values()))
-        parts = [*(f"{count_of(refused, 'record')} could not run",) * bool(refused), *map(_sentence, rows)]
+        parts = [*[f"{count_of(self.refused, 'record')} could not run"] * bool(self.refused), *map(_sentence, rows)]
         return [*lines, f"gate: {WORDS[self.status(rows)]} (tolerance {self.percent:g} %): {'; '.join(parts)}."]
 
     def markdown(self, rows: Sequence[Row]) -> str:

@@ -49,7 +49,6 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
     table, chosen = measurement.verdict_table(servers=servers), list[measurement.Measurement]()
 
     def events() -> Iterator[ReportEvent]:
-        selection.clock = measurement.started_clock()  # it was made with the first of two reports
         chosen.append((yield from selection.choose(plan)))
         yield from chosen[0].run()
 

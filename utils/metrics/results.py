@@ -366,17 +366,17 @@ def spans_of(prompt: Sequence[int], steps: Sequence[Step], tokenizer: Any) -> di
     A draft belongs to the kinds of the token that the answer has at its position, whether it is accepted or not. A pair
     of kinds is left out if the first one does not occur.
     """
-    tokens = [token for step in steps for token in step.tokens]
+    tokens = tokens_of(steps)
     pieces = tokenizer.batch_decode([[token] for token in tokens], clean_up_tokenization_spaces=False)
     opened = str(tokenizer.decode(list(prompt[-TEMPLATE_END:]))).rstrip().endswith("<think>")
-    starts = [*accumulate((len(step.tokens) for step in steps[:-1]), initial=0)] if steps else []
+    starts = [*accumulate((len(step.tokens) for step in steps), initial=0)]
     counts: dict[str, list[int]] = {}
     for names, flags in (
         (("copied", "new"), _copied(prompt, tokens)),
         (("thinking", "answer"), _inside(THINKING, pieces, "<think>" * opened)),
         (("code", "prose"), _inside(CODE, pieces)),
     ):
-        for start, step in zip(starts, steps, strict=True) if any(flags) else ():
+        for start, step in zip(starts, steps, strict=False) if any(flags) else ():
             for index in set(range(len(step.drafted))) - set(step.forced):
                 # Drafts may reach beyond the end of the answer.
                 count = counts.setdefault(names[not flags[min(start + index, len(flags) - 1)]], [0, 0])
@@ -396,8 +396,7 @@ def _copied(prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:
 
 def _inside(pattern: re.Pattern[str], pieces: Sequence[str], opening: str = "") -> list[bool]:
     """Whether the middle of each token is in a part of the text that matches, with its marks."""
-    spans, start, flags = [match.span() for match in pattern.finditer(opening + "".join(pieces))], len(opening), []
-    for piece in pieces:
-        flags.append(any(low <= start + len(piece) / 2 < high for low, high in spans))
-        start += len(piece)
-    return flags
+    spans = [match.span() for match in pattern.finditer(opening + "".join(pieces))]
+    starts = accumulate(map(len, pieces), initial=len(opening))
+    middles = (start + len(piece) / 2 for start, piece in zip(starts, pieces, strict=False))
+    return [any(low <= middle < high for low, high in spans) for middle in middles]

@@ -172,19 +172,11 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def _texts_in(value: Any) -> list[str]:
-    texts: list[str] = []
-    _with_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-    return texts
-
-
 def _names_in(tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of special tokens in the texts of the inputs, longest first."""
-    names, texts = (
-        {added.content for added in tokenizer.added_tokens_decoder.values() if added.special},
-        _texts_in(inputs),
-    )
-    present = (name for name in names if name and any(name in text for text in texts))
+    texts = json.dumps(inputs)
+    names = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special and added.content}
+    present = (name for name in names if json.dumps(name)[1:-1] in texts)  # without its quotation marks
     return tuple(sorted(present, key=len, reverse=True))  # a regex takes the first alternative that matches
 
 
@@ -192,8 +184,8 @@ def _ids_with_names_as_text(
     tokenizer: PreTrainedTokenizerBase, inputs: Mapping[str, Any], names: tuple[str, ...]
 ) -> list[int]:
     """Names pass through the template as placeholders and are tokenized separately from the text of the template."""
-    placeholder, texts = "NAMEMARK", _texts_in(inputs)
-    while any(placeholder in text for text in texts):
+    placeholder, texts = "NAMEMARK", json.dumps(inputs)
+    while placeholder in texts:
         placeholder += "X"
     replaced: list[str] = []
 

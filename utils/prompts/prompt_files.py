@@ -3,23 +3,24 @@
 Also the selection from too many prompts, and the formats of published benchmarks. Nothing heavy is imported.
 """
 
+import itertools
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from utils.errors import UserError
+from utils.errors import UserError, naming
 from utils.files import read_text
 from utils.prompts.request_fields import logged_fields, parse_request, request_of
 from utils.text import unescape
 
 ALL_TASKS = "all"  # the task of a prompt without one
 NO_PROMPT = (
-    '{}: a JSON line needs a "prompt", a text, "turns", a list of texts that are not blank, or "messages", for example '
-    '{{"prompt": "Hello"}}.'
+    'a JSON line needs a "prompt", a text, "turns", a list of texts that are not blank, or "messages", for example '
+    '{"prompt": "Hello"}.'
 )
 PARQUET = "The prompts file {} is a Parquet file: convert it to JSON lines, for example with read_parquet of pandas."
 # Spec-Bench (Xia et al. 2024, hemingkx/Spec-Bench, data/spec_bench/question.jsonl) has question_id (a whole number),
@@ -85,39 +86,37 @@ def _prompts_of(path: Path) -> Iterator[Prompt]:
     lines = read_text(path, "The prompts file").split("\n")
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith("{"):
-            yield _json_prompt(line, f"{path}, line {number}", path)
+            with naming(f"{path}, line {number}"):
+                prompt = _json_prompt(line, path)
+            yield prompt
         elif line.strip():
             yield Prompt(unescape(line.rstrip("\r")))
 
 
-def _json_prompt(line: str, where: str, path: Path) -> Prompt:
+def _json_prompt(line: str, path: Path) -> Prompt:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(NO_PROMPT.format(where)) from error
+        raise UserError(NO_PROMPT) from error
     # Logs and batch files have the request below one of these names.
     request = next((entry[name] for name in ("body", "request") if isinstance(entry.get(name), dict)), entry)
-    try:
-        logged = request_of(request) if "messages" in request else None
-        fields = logged[1] if logged else parse_request(json.dumps(logged_fields(entry)))
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    first, *later = [logged[0]] if logged else _turns(entry, where)
-    return Prompt(first, task_of(_task(entry | request), benchmark_of(entry), path), tuple(later), fields)
+    logged = request_of(request) if "messages" in request else None
+    texts, fields = logged or (_turns(entry), parse_request(json.dumps(logged_fields(entry))))
+    return Prompt(texts[0], task_of(_task(entry | request), benchmark_of(entry), path), tuple(texts[1:]), fields)
 
 
-def _turns(entry: Mapping[str, object], where: str) -> list[str]:
+def _turns(entry: Mapping[str, object]) -> list[str]:
     found = next((entry[name] for name in ("turns", "prompt", *OTHER_PROMPTS) if name in entry), None)
     # Some copies of MT-bench have a list of turns in "prompt".
     turns = found if isinstance(found, list) else [found] * ("turns" not in entry)
     texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()]
     if not texts or len(texts) < len(turns):
-        raise UserError(NO_PROMPT.format(where))
+        raise UserError(NO_PROMPT)
     # SPEED-Bench is published without the texts of datasets that may not be copied.
     if any(text.startswith("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE") for text in texts):
         raise UserError(
-            f"{where}: the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches "
-            "the texts of SPEED-Bench."
+            "the text of this prompt is not in the file. prepare_data.py of NVIDIA's specdec_bench fetches the texts "
+            "of SPEED-Bench."
         )
     return texts
 
@@ -162,17 +161,13 @@ def spaced(items: Sequence[Item], count: int) -> tuple[Item, ...]:
 
 def limited(prompts: Sequence[Prompt], count: int) -> list[int]:
     """The indices of at most `count` prompts of each task, evenly spaced within the task, in the order of the file."""
-    by_task: dict[str, list[int]] = {}
+    by_task = defaultdict[str, list[int]](list)
     for index, prompt in enumerate(prompts):
-        by_task.setdefault(prompt.task, []).append(index)
+        by_task[prompt.task].append(index)
     return sorted(index for group in by_task.values() for index in spaced(group, count))
 
 
 def tasks_in_turn(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
     """The first prompt of each task, then the second of each: the first intervals must not be those of one task."""
-    seen: Counter[str] = Counter()
-    turns = []
-    for prompt in prompts:
-        turns.append(seen[prompt.task])
-        seen[prompt.task] += 1
-    return tuple(prompt for _, prompt in sorted(zip(turns, prompts, strict=True), key=lambda pair: pair[0]))
+    turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    return tuple(sorted(prompts, key=lambda prompt: next(turns[prompt.task])))

@@ -74,8 +74,9 @@ def grammar_text(request: str) -> str:
     return grammar
 
 
-def request_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The text of the last message and the other fields of a logged request, or None if its last message has no text.
+def request_of(entry: Mapping[str, Any]) -> tuple[list[str], str] | None:
+    """A list with the text of the last message, and the other fields of a logged request. None if that message has no
+    text.
 
     A text is a string or OpenAI's list of parts. Raises UserError if another field is not valid.
     """
@@ -87,7 +88,7 @@ def request_of(entry: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     further = {name: value for name, value in last.items() if name != "content"}
     fields = {"messages": earlier, "last": {} if further == {"role": "user"} else further}
-    return last["content"], parse_request(json.dumps(fields | logged_fields(entry)))
+    return [last["content"]], parse_request(json.dumps(fields | logged_fields(entry)))
 
 
 def logged_fields(entry: Mapping[str, Any]) -> dict[str, Any]:

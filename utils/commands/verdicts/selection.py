@@ -119,15 +119,19 @@ def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings,
     return ArmRace(harness, [RaceItem(number, one, one.task, own[number], arms) for number, one in prompts.items()])
 
 
-def trials(races: Sequence[ArmRace], names: Sequence[str], clock: Clock, until: float) -> Iterator[Progress]:
-    """Run the candidate of each race on the tuning prompts, in turns. No round of runs begins after `until`."""
-    prompts = len(races[0].items)
+def best_of(races: Mapping[str, ArmRace], clock: Clock, until: float) -> Generator[Progress, None, str]:
+    """Run several candidates on the tuning prompts, in turns, and return the name of the best one, which is the first
+    one if none has an answer. `races` has their races by name. No round of runs begins after `until`.
+    """
+    names = list(races)
+    prompts = len(races[names[0]].items) if len(names) > 1 else 0
     for turn in range(prompts):
         if clock() > until:
-            return
-        for index in rotated(range(len(races)), turn):
-            yield Progress(f"choosing a candidate: {names[index]} on tuning prompt {turn + 1} of {prompts} ...")
-            list(races[index].run(races[index].items[turn], turn))  # a candidate without an answer is not preferred
+            break
+        for name in rotated(names, turn):
+            yield Progress(f"choosing a candidate: {name} on tuning prompt {turn + 1} of {prompts} ...")
+            list(races[name].run(races[name].items[turn], turn))  # a candidate without an answer is not preferred
+    return max(names, key=lambda name: merit(races[name]))
 
 
 def merit(race: ArmRace) -> float:
@@ -141,27 +145,25 @@ def merit(race: ArmRace) -> float:
 class DrafterSelection:
     """What is known about the local candidates.
 
-    `settings` include the costs of all drafters. `step` is the seconds of a decode step, and `began` the end of the
-    warm-up. `predicted` has the speed-up by strategy and gamma for each replayed prompt. `races` are the trial runs in
-    the order of `tried`. `problems` has the drafters that cannot run by the reason.
+    `settings` include the costs of all drafters. `began` is the end of the warm-up. `predicted` has the speed-up by
+    strategy and gamma for each replayed prompt. `problems` has the drafters that cannot run by the reason.
     """
 
     harness: Harness
     settings: Settings
-    clock: Clock = field(default_factory=started_clock)
+    clock: Clock = field(init=False)
+    began: float = field(init=False)
+    chosen: VerdictCandidate = field(init=False)
     prompts: Sequence[Prompt] = ()
     length: int = 0
-    step: float = 0.0
-    began: float = 0.0
     strategies: list[Strategy] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     predicted: list[dict[DraftChoice, float]] = field(default_factory=list)
-    tried: list[VerdictCandidate] = field(default_factory=list)
-    races: list[ArmRace] = field(default_factory=list)
 
     def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
         """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
+        self.clock = started_clock()
         # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
         self.settings = replace(self.settings, turns=False)
         self.prompts = list(self._usable(plan.tuning).values())
@@ -172,19 +174,17 @@ class DrafterSelection:
         if not self.settings.uses_chat and any(prompt.later for prompt in plan.measured):
             self.skipped.append(ONLY_FIRST_TURNS)
         yield Progress("warming up the target and every drafter ...")
-        self._warm_up()
+        step = self._warm_up()
         self.began = self.clock()
         yield from self._replay_all()
-        best = best_of_each(self.candidates, self.harness.pair)
-        self.tried = [one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted]
-        trial = replace(self.settings, length=self.length)
-        if len(self.tried) > 1:
-            arms = (((self.harness.arm(one.strategy),), replace(trial, gamma=one.gamma)) for one in self.tried)
-            prompts = dict(enumerate(self.prompts, start=1))
-            self.races = [race_of(self.harness, prompts, settings, own) for own, settings in arms]
-            names = list(map(self._name, self.tried))
-            yield from trials(self.races, names, self.clock, self.began + SELECTION_SECONDS)
-        chosen, length = self.chosen, run_length(self.step, self.settings.length, run_seconds(len(measured)))
+        best, prompts = best_of_each(self.candidates, self.harness.pair), dict(enumerate(self.prompts, start=1))
+        tried = {self._name(one): one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted}
+        races = {}
+        for name, one in tried.items():
+            trial = replace(self.settings, length=self.length, gamma=one.gamma)
+            races[name] = race_of(self.harness, prompts, trial, [self.harness.arm(one.strategy)])
+        chosen = self.chosen = tried[(yield from best_of(races, self.clock, self.began + SELECTION_SECONDS))]
+        length = run_length(step, self.settings.length, run_seconds(len(measured)))
         both = (self.harness.arm(self.harness.baseline), replace(self.harness.arm(chosen.strategy), timed=True))
         race = race_of(self.harness, measured, replace(self.settings, gamma=chosen.gamma, length=length), both)
         return Measurement(race, self._short_label(chosen), plan.divided, self.clock)
@@ -211,11 +211,6 @@ class DrafterSelection:
             if gamma != 0
         ]
 
-    @property
-    def chosen(self) -> VerdictCandidate:
-        """The candidate with the fastest run, or with the best replay if there was no time for runs."""
-        return self.tried[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
-
     def _name(self, candidate: VerdictCandidate) -> str:
         return kind_name(candidate.strategy, self.harness.pair)
 
@@ -223,8 +218,10 @@ class DrafterSelection:
         """The candidate in tables and progress lines."""
         return f"{candidate.strategy.drafter_label(self.harness.pair)}, gamma {gamma_text(candidate.gamma)}"
 
-    def _warm_up(self) -> None:
-        """Run everything once, which also shows what cannot run, and choose the length of the runs."""
+    def _warm_up(self) -> float:
+        """Run everything once, which also shows what cannot run, and choose the length of the runs. Returns the seconds
+        of a decode step.
+        """
         self._find_strategies()
         prompt, probe = self.prompts[0], min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
@@ -237,8 +234,9 @@ class DrafterSelection:
             raise UserError(f"nothing can draft here. {' '.join(self.problems)}")
         self._run(prompt, self.harness.baseline, probe)
         timed = self._run(prompt, self.harness.baseline, probe)
-        self.step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
-        self.length = min(TUNING_TOKENS, run_length(self.step, self.settings.length))
+        step = TargetTiming.of(timed).step if len(timed.steps) > 1 else timed.seconds
+        self.length = min(TUNING_TOKENS, run_length(step, self.settings.length))
+        return step
 
     def _find_strategies(self) -> None:
         """The strategies that can draft here, and the settings with all their costs. Unknown costs are measured."""
@@ -280,19 +278,15 @@ class DrafterSelection:
     def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[DraftChoice, float]]:
         """The predicted speed-up of every gamma of each strategy on one answer, while there is time."""
         scores: dict[DraftChoice, float] = {}
-        kind: dict[DraftChoice, float] = {}  # results of the strategy that is being replayed
         for event in predictions(job, self.strategies, run, where):
             if isinstance(event, Progress):
                 yield event
             else:
-                kind[event.strategy, event.gamma] = event.speedup
-                if event.gamma is None:  # adaptive gamma comes last
-                    scores |= kind
-                    kind = {}
-            # At least one strategy is replayed.
-            if scores and self.clock() > self.began + SELECTION_SECONDS:
+                scores[event.strategy, event.gamma] = event.speedup
+            # At least one strategy is replayed. Adaptive gamma comes last.
+            if self.clock() > self.began + SELECTION_SECONDS and any(gamma is None for _, gamma in scores):
                 break
-        return scores
+        return {choice: speedup for choice, speedup in scores.items() if (choice[0], None) in scores}
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
         chosen, pair = self.chosen, self.harness.pair
@@ -343,28 +337,24 @@ def speculation(
 
 @dataclass(slots=True)
 class ServerSelection:
-    """The servers that have a baseline. `races` are those of each candidate beside its baseline on the tuning prompts,
-    if there are several.
+    """The servers that have a baseline. `races` has those of each candidate beside its baseline on the tuning prompts,
+    by its name; a single candidate is not run.
     """
 
     harness: Harness
     settings: Settings
-    clock: Clock = field(default_factory=started_clock)
-    races: list[ArmRace] = field(default_factory=list)
+    races: dict[str, ArmRace] = field(default_factory=dict)
 
     def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
         """Warm up, and run every candidate on the tuning prompts. Raises UserError if no server can be compared."""
+        clock = started_clock()
         yield Progress("warming up the servers ...")
-        pairs = self._pairs()
-        settings = self._with_length(plan, [arm for pair in pairs for arm in pair])
-        if len(pairs) > 1:
-            prompts = dict(enumerate(plan.tuning, start=1))
-            self.races = [race_of(self.harness, prompts, settings, pair) for pair in pairs]
-            names = [pair[-1].name for pair in pairs]
-            yield from trials(self.races, names, self.clock, self.clock() + SELECTION_SECONDS)
-        best = pairs[max(range(len(self.races)), key=lambda index: merit(self.races[index]), default=0)]
-        race = race_of(self.harness, dict(enumerate(plan.measured, start=1)), settings, best)
-        return Measurement(race, best[-1].name, plan.divided, self.clock)
+        pairs = {pair[-1].name: pair for pair in self._pairs()}
+        settings = self._with_length(plan, [arm for pair in pairs.values() for arm in pair])
+        prompts, measured = (dict(enumerate(own, start=1)) for own in (plan.tuning, plan.measured))
+        self.races = {name: race_of(self.harness, prompts, settings, pair) for name, pair in pairs.items()}
+        best = yield from best_of(self.races, clock, clock() + SELECTION_SECONDS)
+        return Measurement(race_of(self.harness, measured, settings, pairs[best]), best, plan.divided, clock)
 
     def _pairs(self) -> list[Sequence[Arm]]:
         """Baseline and candidate for each server that can be compared."""
@@ -394,8 +384,7 @@ class ServerSelection:
 
     def figures(self, measurement: Measurement, row: Figures, settings: Settings) -> Figures:
         names = dict.fromkeys(("name", "candidate"), measurement.candidate.name)
-        known = {race.items[0].arms[-1].name: merit(race) for race in self.races}
-        considered = {name: speedup for name, speedup in known.items() if speedup}
+        considered = {name: speedup for name, race in self.races.items() if (speedup := merit(race))}
         notes = server_notes(row["strategy"], row)
         if (base := race_row(ALL_TASKS, measurement.baseline_results)).get("other_tokens"):
             notes += server_notes(base["strategy"], base)
