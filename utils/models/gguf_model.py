@@ -207,7 +207,8 @@ def _fields(data: Tensor, width: int, bits: int) -> Tensor:
     """Split bytes into fields of `bits` bits, the lowest of `width` bytes first: (B, n * width) -> (B, n * 8 // bits,
     width). Four bytes are split at once, because PyTorch shifts single bytes slowly.
     """
-    words = data.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))
+    aligned = data.clone(memory_format=torch.contiguous_format)  # a single block may begin between two words
+    words = aligned.view(torch.int32).unflatten(1, (-1, width // 4))
     lowest = int.from_bytes([(1 << bits) - 1] * 4)  # of each byte
     fields = [words >> shift & lowest for shift in range(0, 8, bits)]
     return torch.stack(fields, dim=2).flatten(1, 2).view(torch.uint8)

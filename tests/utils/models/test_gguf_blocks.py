@@ -18,21 +18,23 @@ from utils.models.sources import locate
 GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
 
 
-@pytest.mark.parametrize("at_once", [1, 1000, 1 << 24])
+@pytest.mark.parametrize(("at_once", "wide"), [(1, 1), (1, 3), (1000, 3), (1 << 24, 3)])
 @pytest.mark.parametrize("kind", UNPACKERS)
-def test_every_block_has_the_bits_of_the_reference(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_has_the_bits_of_the_reference(
+    kind: str, at_once: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random bytes reach every field of a block, unlike weights that were quantized."""
     monkeypatch.setattr(gguf_model, "UNPACKED_BYTES", at_once)
     quantization = gguf.GGMLQuantizationType[kind]
     weights, size = gguf.GGML_QUANT_SIZES[quantization]
     assert UNPACKERS[kind][1] == size
-    data = np.random.default_rng(0).integers(0, 256, (48, 3 * size), dtype=np.uint8)
+    data = np.random.default_rng(0).integers(0, 256, (48, wide * size), dtype=np.uint8)
     with np.errstate(all="ignore"):  # random scales may be infinite
         reference = torch.from_numpy(gguf.dequantize(data, quantization))
     data, reference = data[reference.isfinite().all(1)], reference[reference.isfinite().all(1)]
     assert len(data) > 8
     block = unpacked(kind, data)
-    assert (block.shape, block.group) == ((len(data), 3 * weights), GROUPS[kind])
+    assert (block.shape, block.group) == ((len(data), wide * weights), GROUPS[kind])
     assert torch.equal(block.dense(), reference)
     assert int(block.values.max()) - int(block.values.min()) < 2**block.bits
 
