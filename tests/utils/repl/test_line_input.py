@@ -47,7 +47,7 @@ def typed_slowly(*keys: str) -> list[str]:
         def send() -> None:
             for part in keys:
                 pipe.send_text(part)
-                time.sleep(0.2)
+                time.sleep(0.5)
 
         sender = threading.Thread(target=send)
         sender.start()
