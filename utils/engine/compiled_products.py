@@ -5,6 +5,9 @@ multiplied with the inputs of all rows and added to their sums. So the weights a
 sum is formed in the order of the inputs: its bits depend neither on the number of rows nor on the number of threads.
 The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
 Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
+
+Where the processor multiplies bytes and adds four products at once (VNNI), inputs that meet small integers are rounded
+to 16 bits, with a scale for up to 64 of them, and are multiplied as two bytes. Sums of integers are exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +31,7 @@ from utils.engine.machine_code import (
     compiled,
     cpu_features,
     floats,
+    has_dot,
     inner_function,
     item_function,
     job_list,
@@ -37,12 +41,16 @@ from utils.engine.weight_blocks import BlockWeight
 
 LANES = 16  # outputs of a block
 _FLOATS, _WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
-_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+_WORD, _ZERO = ir.IntType(32), ir.Constant(_FLOATS, [0.0] * LANES)
+_LARGEST = 127 * 256.0  # of rounded inputs
+_LEAST = float(torch.finfo(torch.float32).tiny)
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
+_ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
 _TILE_ARGUMENTS = {
     "x": POINTER,  # (rows, K), prepared for the form
+    "steps": POINTER,  # of rounded inputs: (rows, K / rounded, 2), the scale and where the sum of integers starts
     "values": POINTER,
     "scales": POINTER,
     "shifts": POINTER,
@@ -56,14 +64,17 @@ _TILE_ARGUMENTS = {
     "share": INT,  # how many: one of 2^share parts of each block
 }
 _ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
-_X, _INPUTS, _SUMS, _OUT = ([*_ARGUMENTS].index(name) for name in ("x", "inputs", "sums", "out"))
+_PREPARED = ("x", "steps", "sums")  # what is in scratch memory
+_INPUTS, _OUT = ([*_ARGUMENTS].index(name) for name in ("inputs", "out"))
 IN_WORD = 8  # values of 4 bits, of adjacent inputs
+_DOT = 4  # products of bytes that are added at once
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
     """How values are stored. kind: a key of _PACKED_BYTES. inputs: K. group: inputs that share a scale, 0 without
-    scales. scales: the number format of scales and shifts. offset: as in BlockWeight.
+    scales. scales: the number format of scales and shifts. offset: as in BlockWeight. rounded: inputs that are rounded
+    to 16 bits with one scale, 0 if they are computed in float32.
     """
 
     kind: str
@@ -73,6 +84,7 @@ class PackedForm:
     offset: int = 0
     has_shifts: bool = False
     has_bias: bool = False
+    rounded: int = 0
 
     @property
     def is_grouped(self) -> bool:
@@ -82,12 +94,34 @@ class PackedForm:
     @property
     def adds_sums(self) -> bool:
         """Whether sums of inputs are needed."""
-        return self.has_shifts or self.offset != 0
+        return self.has_shifts or (self.offset != 0 and not self.rounded)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of an input: its two bytes, the high ones of _DOT inputs before their low ones, or a float."""
+        return 2 if self.rounded else 4
+
+    @property
+    def in_word(self) -> int:
+        """Inputs whose values are stored beside each other, of one output after the other."""
+        return IN_WORD if self.kind == "uint4" else _DOT if self.rounded else 1
+
+    @property
+    def start(self) -> int:
+        """What is added to values before they meet rounded inputs, which takes unsigned ones."""
+        return self.offset - (128 if self.kind == "int8" else 0)
 
     @property
     def is_prepared(self) -> bool:
         """Whether inputs are prepared before products."""
-        return self.adds_sums or self.kind == "uint4"
+        return self.adds_sums or self.in_word > 1
+
+    def prepared(self, rows: int) -> list[int]:
+        """Sizes of what is prepared for so many rows, in values of 4 bytes, in the order of _PREPARED."""
+        sums = rows * self.inputs // self.group if self.adds_sums else 0
+        if self.rounded:
+            return [rows * self.inputs // 2, 2 * rows * self.inputs // self.rounded, sums]
+        return [rows * self.inputs if self.kind == "uint4" else 0, 0, sums]
 
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
@@ -95,9 +129,9 @@ def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
 
 
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
-    """The values of one input, or those of IN_WORD inputs in 4 bits."""
-    kinds = {"float32": FLOAT, "bfloat16": ir.IntType(16), "uint4": ir.IntType(32)}
-    return _vector(code, pointer, kinds.get(form.kind, BYTE))
+    """The values of one input, or those of a word of inputs."""
+    kinds = {"float32": FLOAT, "bfloat16": ir.IntType(16)}
+    return _vector(code, pointer, kinds.get(form.kind, ir.IntType(32) if form.in_word > 1 else BYTE))
 
 
 def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -112,7 +146,7 @@ def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.V
 
     scale = read("scales")
     shift = read("shifts") if form.has_shifts else _ZERO
-    if form.offset:
+    if form.offset and not form.rounded:
         shift = code.multiply_add(scale, ir.Constant(_FLOATS, [float(form.offset)] * LANES), shift)
     return scale, shift
 
@@ -130,6 +164,14 @@ def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.
             packed, place = code.lshr(packed, ir.Constant(_WORDS, [4] * LANES)), place - 1
         packed = code.and_(packed, ir.Constant(_WORDS, [15 << 4 * place] * LANES))
     return code.uitofp(packed, _FLOATS) if form.kind == "uint8" else code.sitofp(packed, _FLOATS)
+
+
+def _unsigned_bytes(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
+    """The values of a word of inputs as unsigned bytes, those of _DOT inputs in each vector."""
+    if form.kind == "uint4":
+        halves = (packed, code.lshr(packed, ir.Constant(_WORDS, [4] * LANES)))
+        return [code.and_(half, ir.Constant(_WORDS, [0x0F0F0F0F] * LANES)) for half in halves]
+    return [code.xor(packed, ir.Constant(_WORDS, [0x80808080] * LANES)) if form.kind == "int8" else packed]
 
 
 def _scales_of_word() -> list[float]:
@@ -151,9 +193,10 @@ class _Tile:
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
         self._blocks = [_of_block(self._code, form, self._given, place) for place in places]
-        self._inputs = [self._code.at(self._given["x"], INT(row * form.inputs)) for row in range(rows)]
+        width = form.x_bytes * form.inputs
+        self._inputs = [self._code.at(self._given["x"], INT(row * width), BYTE) for row in range(rows)]
         self._zeros = [_ZERO] * (rows * blocks)
-        self._size, self._at_once = form.group or form.inputs, IN_WORD if form.kind == "uint4" else 1
+        self._size, self._at_once = form.group or form.inputs, form.in_word
         self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
 
     def write(self) -> ir.Function:
@@ -181,19 +224,26 @@ class _Tile:
 
     def _group_sums(self, group: ir.Value) -> list[ir.Value]:
         """The sums of a group of inputs."""
-        code, at_once = self._code, self._at_once
-        offset = code.mul(group, INT(self._size // at_once * self._stride))
-        starts = [code.at(own["values"], offset, BYTE) for own in self._blocks]
-        inputs = [code.at(pointer, code.mul(group, INT(self._size))) for pointer in self._inputs]
+        code, form = self._code, self._form
+        first = code.mul(group, INT(self._size))
+        if not form.rounded:
+            return self._sums_of_floats(first)
+        if form.rounded == self._size:
+            return self._sums_of_integers(first, self._zeros)
+        return code.repeat(
+            INT(self._size),
+            self._zeros,
+            lambda index, sums: self._sums_of_integers(code.add(first, index), sums),
+            step=form.rounded,
+        )
+
+    def _sums_of_floats(self, first: ir.Value) -> list[ir.Value]:
+        """The sums of a group of inputs from the first one on."""
+        code, inputs = self._code, [self._code.at(pointer, first, FLOAT) for pointer in self._inputs]
 
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            step = code.mul(code.udiv(index, INT(at_once)), INT(self._stride))
-            packed = [_packed(code, self._form, code.at(start, step, BYTE)) for start in starts]
-            if self._streams:
-                ahead = code.at(self._given["ahead"], code.lshr(code.add(offset, step), self._given["share"]), BYTE)
-                for block in range(len(starts)):
-                    code.prefetch(code.at(ahead, INT(block * _block_bytes(self._form)), BYTE))
-            for each in range(at_once):
+            packed = self._next_weights(code.add(first, index))
+            for each in range(self._at_once):
                 values = [_unpacked(code, self._form, part, each) for part in packed]
                 for row, pointer in enumerate(inputs):
                     x = code.splat(code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4), LANES)
@@ -201,7 +251,50 @@ class _Tile:
                         sums[place] = code.multiply_add(x, values[place // self._rows], sums[place])
             return sums
 
-        return code.repeat(INT(self._size), self._zeros, add, step=at_once)
+        return code.repeat(INT(self._size), self._zeros, add, step=self._at_once)
+
+    def _sums_of_integers(self, first: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        """The sums, and those of the inputs that share a scale with the first one."""
+        code, form = self._code, self._form
+        kinds, scales, starts = (FLOAT, ir.IntType(32)), list[ir.Value](), list[ir.Value]()
+        for row in range(self._rows):
+            place = code.add(code.udiv(first, INT(form.rounded)), INT(row * form.inputs // form.rounded))
+            for index, (kind, found) in enumerate(zip(kinds, (scales, starts), strict=True)):
+                pointer = code.at(self._given["steps"], code.add(code.mul(place, INT(2)), INT(index)))
+                found.append(code.splat(code.load(pointer, typ=kind, align=4), LANES))
+        inputs = [code.at(pointer, code.mul(first, INT(2)), BYTE) for pointer in self._inputs]
+
+        def add(index: ir.Value, integers: list[ir.Value]) -> list[ir.Value]:
+            packed = [_unsigned_bytes(code, form, part) for part in self._next_weights(code.add(first, index))]
+            for part in range(self._at_once // _DOT):
+                for row, pointer in enumerate(inputs):
+                    place = code.at(pointer, code.mul(code.add(index, INT(part * _DOT)), INT(2)), BYTE)
+                    for low in (0, 1):
+                        byte = code.load(code.at(place, INT(low * _DOT), BYTE), typ=_WORD, align=4)
+                        x = code.splat(byte, LANES)
+                        for total in range(row, len(sums), self._rows):
+                            own = low * len(sums) + total
+                            integers[own] = code.dot(integers[own], packed[total // self._rows][part], x)
+            return integers
+
+        zeros = [ir.Constant(_WORDS, [0] * LANES)] * len(sums)
+        integers = [*zeros, *(starts[total % self._rows] for total in range(len(sums)))]
+        integers = code.repeat(INT(form.rounded), integers, add, step=self._at_once)
+        shift, totals = ir.Constant(_WORDS, [8] * LANES), list[ir.Value]()
+        for total, (high, low) in enumerate(zip(integers[: len(sums)], integers[len(sums) :], strict=True)):
+            whole = code.sitofp(code.add(code.shl(high, shift), low), _FLOATS)
+            totals.append(code.multiply_add(whole, scales[total % self._rows], sums[total]))
+        return totals
+
+    def _next_weights(self, index: ir.Value) -> list[ir.Value]:
+        """The values of a word of inputs from `index` on, of each block. Later ones are prefetched."""
+        code = self._code
+        place = code.mul(code.udiv(index, INT(self._at_once)), INT(self._stride))
+        if self._streams:
+            ahead = code.at(self._given["ahead"], code.lshr(place, self._given["share"]), BYTE)
+            for block in range(len(self._blocks)):
+                code.prefetch(code.at(ahead, INT(block * _block_bytes(self._form)), BYTE))
+        return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
 
 
 def _block_bytes(form: PackedForm) -> int:
@@ -232,7 +325,7 @@ def _add_block_function(module: ir.Module, form: PackedForm) -> None:
     """block(arguments, item): the product of all rows with `span` blocks, several at once."""
     shapes = {
         blocks: {rows: _Tile(module, form, rows, blocks).write() for rows in range(1, most + 1)}
-        for blocks, most in _tile_shapes(form.kind).items()
+        for blocks, most in _tile_shapes(form).items()
     }
     code, given, item = item_function(module, "block", _ARGUMENTS)
     first, count = _blocks_of(code, given, item)
@@ -270,7 +363,8 @@ def _compute_tiles(
         part = own | {
             "ahead": code.at(next_block, code.mul(index, code.lshr(INT(size), share)), BYTE),
             "share": share,
-            "x": code.at(own["x"], code.mul(first, INT(form.inputs))),
+            "x": code.at(own["x"], code.mul(first, INT(form.x_bytes * form.inputs)), BYTE),
+            "steps": code.at(own["steps"], code.mul(first, INT(2 * form.inputs // (form.rounded or form.inputs)))),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
@@ -293,9 +387,8 @@ def _wide_function(form: PackedForm) -> int:
     """The address of wide(arguments, item): like `block`, for so many rows that it pays to unpack values to memory
     first. Rounding differs from that of `block`. sums: memory for a block of float32 values of each item.
     """
-    module, most_rows = ir.Module("wide"), _most_rows()
-    plain = PackedForm("float32", form.inputs, has_bias=form.has_bias)
-    tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, most_rows + 1)}
+    module, plain = ir.Module("wide"), PackedForm("float32", form.inputs, has_bias=form.has_bias)
+    tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, _most_rows(plain) + 1)}
     code, given, item = item_function(module, "wide", _ARGUMENTS)
     memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
     first, count = _blocks_of(code, given, item)
@@ -334,9 +427,18 @@ def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory
     code.for_each(own["groups"], unpack_group)
 
 
+def _rounded_at_once(group: int) -> int:
+    """How many inputs of a group are rounded with one scale. 0 if the processor does not multiply bytes."""
+    fitting = (size for size in _ROUNDED_AT_ONCE if has_dot() and group % size == 0)
+    return next(fitting, 0)
+
+
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
-    """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits."""
+    """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits, or rounded ones."""
     code, given, row = item_function(module, "prepare", _ARGUMENTS)
+    if form.rounded:
+        _round_inputs(code, form, given, row)
+        return
     inputs = code.mul(row, INT(form.inputs))
     source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
@@ -357,24 +459,70 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     code.ret_void()
 
 
+def _round_inputs(code: Code, form: PackedForm, given: dict[str, ir.Value], row: ir.Value) -> None:
+    """Write the rounded inputs of a row, their scales and starts, and the sums of each group."""
+    size = form.rounded
+    floats_of, words_of, bytes_of = (ir.VectorType(kind, size) for kind in (FLOAT, _WORD, BYTE))
+    steps_of = (*range(0, IN_WORD, 2), *range(1, IN_WORD, 2)) if form.kind == "uint4" else range(_DOT)
+    inputs = [first + each for first in range(0, size, form.in_word) for each in steps_of]
+    parts = [inputs[first : first + _DOT] for first in range(0, size, _DOT)]
+    places = [place + low for part in parts for low in (0, size) for place in part]
+    order = ir.Constant(ir.VectorType(_WORD, 2 * size), places)
+    eight = ir.Constant(words_of, [8] * size)
+    first = code.mul(row, INT(form.inputs))
+    source, out = code.at(given["inputs"], first), code.at(given["x"], code.mul(first, INT(2)), BYTE)
+    steps = code.at(given["steps"], code.mul(row, INT(2 * form.inputs // size)))
+    sums = code.at(given["sums"], code.mul(row, given["groups"]))
+
+    def round_step(start: ir.Value, total: ir.Value) -> ir.Value:
+        """Returns the total and the sum of the inputs of a step."""
+        x = code.load(code.at(source, start), typ=floats_of, align=4)
+        largest = code.largest(code.absolute(x))
+        # What is not finite makes the scale NaN.
+        scale = code.multiply_add(code.total(x), FLOAT(0.0), code.fmul(largest, FLOAT(1 / _LARGEST)))
+        inverse = code.fdiv(FLOAT(_LARGEST), code.maximum(largest, FLOAT(_LEAST)))
+        rounded = code.fptosi(code.nearest(code.fmul(x, code.splat(inverse, size))), words_of)
+        whole, place = code.integer_total(rounded), code.mul(code.udiv(start, INT(size)), INT(2))
+        low = code.trunc(rounded, bytes_of)
+        high = code.trunc(code.ashr(code.sub(rounded, code.sext(low, words_of)), eight), bytes_of)
+        both = code.shuffle_vector(high, low, order)
+        code.store(both, code.at(out, code.mul(start, INT(2)), BYTE), align=4)
+        code.store(scale, code.at(steps, place), align=4)
+        code.store(code.mul(whole, _WORD(form.start)), code.at(steps, code.add(place, INT(1))), align=4)
+        return code.multiply_add(scale, code.sitofp(whole, FLOAT), total)
+
+    def round_group(group: ir.Value) -> None:
+        start = code.mul(group, INT(form.group))
+        [total] = code.repeat(
+            INT(form.group), [FLOAT(0.0)], lambda index, own: [round_step(code.add(start, index), own[0])], step=size
+        )
+        if form.adds_sums:
+            code.store(total, code.at(sums, group), align=4)
+
+    code.for_each(given["groups"], round_group)
+    code.ret_void()
+
+
 def _has_many_registers() -> bool:
     return "avx512f" in cpu_features()
 
 
-def _tile_shapes(kind: str) -> dict[int, int]:
+def _tile_shapes(form: PackedForm) -> dict[int, int]:
     """The largest number of rows of a tile by its number of blocks, most blocks first. Its sums fit into the registers.
 
     Several blocks give few rows enough sums for a processor to add to some while others are not ready. Values of 4 bits
-    do so with one block from 7 rows on, and need registers for unpacking.
+    do so with one block from 7 rows on, and need registers for unpacking. Rounded inputs need two sums for each.
     """
+    if form.rounded:
+        return {2: 3, 1: 5} if _has_many_registers() else {1: 3}
     if not _has_many_registers():
         return {2: 2, 1: 6}
-    return {2: 6, 1: 12} if kind == "uint4" else {4: 3, 2: 12}
+    return {2: 6, 1: 12} if form.kind == "uint4" else {4: 3, 2: 12}
 
 
-def _most_rows() -> int:
+def _most_rows(form: PackedForm) -> int:
     """The largest number of rows of a tile."""
-    return max(_tile_shapes("float32").values())
+    return max(_tile_shapes(form).values())
 
 
 def _near_bytes(kind: str) -> int:
@@ -465,7 +613,11 @@ class CompiledKernel:
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
-        self.form = PackedForm(kind, self.inputs, group, scales, offset, self._shifts is not None, bias is not None)
+        rounded = _rounded_at_once(group) if blocks else 0
+        has_shifts, has_bias = self._shifts is not None, bias is not None
+        self.form = PackedForm(kind, self.inputs, group, scales, offset, has_shifts, has_bias, rounded)
+        if rounded and kind != "uint4":
+            values = [part.contiguous().view(torch.int32) for part in values]
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
@@ -477,13 +629,12 @@ class CompiledKernel:
         rows = x.reshape(-1, self.inputs).float().contiguous()
         count, out = len(rows), floats(len(rows), self.width)
         if count:
-            scaled = self._scaled_size(count)
             scratch = floats(self.scratch_size(count))
             with WORKERS.lock:
                 jobs, arguments = self._call(count)
                 arguments[_INPUTS], arguments[_OUT] = rows.data_ptr(), out.data_ptr()
-                arguments[_X] = (scratch if scaled else rows).data_ptr()
-                arguments[_SUMS] = scratch.data_ptr() + 4 * scaled
+                for place, part in self._scratch_parts(rows, scratch, count).items():
+                    arguments[[*_ARGUMENTS].index(place)] = part.data_ptr()
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
 
@@ -492,7 +643,8 @@ class CompiledKernel:
         if rows not in self._calls:
             self._calls = {} if len(self._calls) >= _CALLS else self._calls
             nothing = floats(0)
-            jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=nothing)
+            scratch = floats(self.scratch_size(rows))
+            jobs = self.jobs(nothing, nothing, rows, stride=self.width, scratch=scratch)
             self._calls[rows] = job_list(jobs), jobs[0][1]
         return self._calls[rows]
 
@@ -500,30 +652,34 @@ class CompiledKernel:
         """Values that products with up to so many rows write on the way: prepared inputs and sums of inputs, or
         unpacked values.
         """
-        few = min(rows, MAX_WIDTH) if self.form.is_grouped else rows
-        prepared = self._scaled_size(few) + (few * self._groups if self.form.adds_sums else 0)
-        return max(prepared, min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0)
+        few = min(rows, MAX_WIDTH) if self._is_wide(rows) else rows
+        unpacked = min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0
+        return max(sum(self.form.prepared(few)), unpacked)
 
-    def _scaled_size(self, rows: int) -> int:
-        return rows * self.inputs if self.form.kind == "uint4" and not self._is_wide(rows) else 0
+    def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
+        """What is in scratch memory, and where prepared inputs are, which may be x itself."""
+        if self._is_wide(rows):
+            return {"x": x, "sums": scratch}
+        sizes = self.form.prepared(rows)
+        parts = dict(zip(_PREPARED, scratch[: sum(sizes)].split(sizes), strict=True))
+        return parts if sizes[0] else parts | {"x": x}
 
     def jobs(self, x: Tensor, out: Tensor, rows: int, *, stride: int, scratch: Tensor) -> list[tuple[int, Any, int]]:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
         `stride` values apart. All tensors must live as long as the jobs.
         """
         blocks = self.width // LANES
-        at_once, tiles = max(_tile_shapes(self.form.kind)), -(-rows // _most_rows())
+        at_once, is_wide = max(_tile_shapes(self.form)), self._is_wide(rows)
+        tiles = -(-rows // _most_rows(PackedForm("float32", self.inputs) if is_wide else self.form))
         span = -(-blocks // (ITEMS * at_once)) * at_once
-        is_wide, scaled = self._is_wide(rows), self._scaled_size(rows)
         arguments = words(
             _ARGUMENTS,
-            x=scratch if scaled else x,
+            **self._scratch_parts(x, scratch, rows),
             inputs=x,
             values=self._values,
             scales=self._scales,
             shifts=self._shifts,
             bias=self._bias,
-            sums=scratch[scaled:],
             out=out,
             out_stride=stride,
             groups=self._groups,
@@ -537,11 +693,14 @@ class CompiledKernel:
         return [*first, (function, arguments, -(-blocks // span))]
 
     def _is_wide(self, rows: int) -> bool:
-        return rows > MAX_WIDTH and self.form.is_grouped
+        return rows > MAX_WIDTH and self.form.is_grouped and not self.form.rounded
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""
         values = self._values
+        if self.form.rounded and self.form.kind != "uint4":
+            kind = torch.int8 if self.form.kind == "int8" else torch.uint8
+            values = values.view(kind).unflatten(2, (LANES, _DOT)).transpose(2, 3).flatten(1, 2)
         if self.form.kind == "uint4":
             values = torch.stack([values >> 4 * place & 15 for place in range(IN_WORD)], dim=2).flatten(1, 2)
         rows = self._in_rows(values)

@@ -120,6 +120,31 @@ class Code(ir.IRBuilder):
         exponent = self.shl(self.add(self.fptosi(power, integers), bias), shift)
         return self.fmul(result, self.bitcast(exponent, x.type))
 
+    def dot(self, totals: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+        """totals + the products of four unsigned with four signed bytes in each lane of 32 bits, of 16 lanes."""
+        if not has_dot():
+            for byte in range(4):
+                left, right = (ir.Constant(totals.type, [bits] * totals.type.count) for bits in (24 - 8 * byte, 24))
+                one = self.lshr(self.shl(unsigned, left), right)
+                other = self.ashr(self.shl(signed, left), right)
+                totals = self.add(totals, self.mul(one, other))
+            return totals
+        if "avx512vnni" not in cpu_features() and totals.type.count == 16:
+            halves = ([self._part(own, first) for own in (totals, unsigned, signed)] for first in (0, 8))
+            low, high = (self.dot(*half) for half in halves)
+            return self.shuffle_vector(low, high, ir.Constant(totals.type, [*range(16)]))
+        as_bytes = ir.VectorType(BYTE, 4 * totals.type.count)
+        values = [totals, *(self.bitcast(own, as_bytes) for own in (unsigned, signed))]
+        return self._intrinsic(f"x86.avx512.vpdpbusd.{32 * totals.type.count}", totals.type, values)
+
+    def _part(self, vector: ir.Value, first: int) -> ir.Value:
+        """The eight lanes of a vector of 32 bits from one on."""
+        places = ir.Constant(ir.VectorType(ir.IntType(32), 8), [*range(first, first + 8)])
+        return self.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+
+    def absolute(self, x: ir.Value) -> ir.Value:
+        return self._float_call("fabs", x)
+
     def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
         return self.select(self.fcmp_ordered(">", first, second), first, second)
 
@@ -130,6 +155,10 @@ class Code(ir.IRBuilder):
     def largest(self, x: ir.Value) -> ir.Value:
         """The largest value of a vector of numbers."""
         return self._intrinsic(f"vector.reduce.fmax.v{x.type.count}f32", FLOAT, [x], ("nnan",))
+
+    def integer_total(self, vector: ir.Value) -> ir.Value:
+        """The sum of a vector of integers of 32 bits."""
+        return self._intrinsic(f"vector.reduce.add.v{vector.type.count}i32", vector.type.element, [vector])
 
     def nearest(self, x: ir.Value) -> ir.Value:
         """The nearest integers, the even ones of two."""
@@ -217,6 +246,11 @@ def _machine() -> llvm.TargetMachine:
 def cpu_features() -> frozenset[str]:
     """The instruction sets of the processor, as LLVM calls them."""
     return frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
+
+
+def has_dot() -> bool:
+    """Whether the processor multiplies bytes and adds four products at once."""
+    return bool({"avx512vnni", "avxvnni"} & cpu_features())
 
 
 def compiled(module: ir.Module, *, optimizes: bool = True) -> Callable[[str], int]:

@@ -83,7 +83,7 @@ def test_drafts_are_those_of_the_modules(tmp_path: Path, name: str, kind: str) -
     compiled = torch.cat([logits for _, _, logits in draft_rounds(drafter, features, 4)])
     assert torch.equal(plain.argmax(-1), compiled.argmax(-1))
     assert torch.equal(plain.isneginf(), compiled.isneginf())
-    assert torch.allclose(plain, compiled, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(plain, compiled, atol=2e-3, rtol=1e-3)  # inputs may be rounded to 16 bits
     engine.use("plain", 1)
     assert drafter.compiled is None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products, machine_code
 from utils.engine.compiled_products import CompiledKernel
-from utils.engine.machine_code import cpu_features
+from utils.engine.machine_code import cpu_features, has_dot
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
@@ -54,6 +54,7 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "float32, one input": (torch.randn, 16, 1, "float32", 4),
     "float32, one output": (torch.randn, 1, 50, "float32", 4),
     "bfloat16": (lambda *shape: torch.randn(shape).bfloat16(), 530, 77, "bfloat16", 2),
+    "int8, 128 inputs": (lambda *shape: round_int8(torch.randn(shape)), 50, 128, "int8", 1),
     "int8, a scale per row": (lambda *shape: round_int8(torch.randn(shape)), 50, 97, "int8", 1),
     "int8 in groups of 32": (blocks(torch.int8, 8, 32, shifts=False), 40, 96, "int8", 1),
     "int8 in groups of 16": (blocks(torch.int8, 6, 16, shifts=False), 31, 48, "int8", 1),
@@ -68,6 +69,27 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "4 bits as int4 rounds": (lambda *shape: round_int4(torch.randn(shape)), 50, 128, "uint4", 0.5),
     "4 bits, an odd group": (blocks(torch.uint8, 4, 5, shifts=False), 20, 35, "uint8", 1),
 }
+
+
+@pytest.fixture(params=[True, False], ids=["rounded", "floats"])
+def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether inputs are rounded, whatever this processor multiplies fast."""
+    of_processor = has_dot()
+    monkeypatch.setattr(compiled_products, "has_dot", lambda: request.param)
+    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+    assert of_processor == has_dot()  # of the instructions
+    return bool(request.param)
+
+
+def as_rounded(x: Tensor, size: int) -> Tensor:
+    """Inputs as products find them: each group of so many in 16 bits."""
+    if not size:
+        return x.double()
+    groups = x.unflatten(1, (-1, size))
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    rounded = (groups * (torch.tensor(32512.0) / largest)).round().double() * (largest * (1 / 32512)).double()
+    assert bool(((rounded - groups).abs() <= largest / 64000).all())
+    return rounded.flatten(1)
 
 
 def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +107,7 @@ def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) 
 
 # Each kind of values and of scales. The others repeat them in other combinations.
 CHOSEN = (
-    *("float32", "float32, one input", "bfloat16", "int8, a scale per row", "int8 in groups of 16"),
+    *("float32", "float32, one input", "bfloat16", "int8, 128 inputs", "int8, a scale per row", "int8 in groups of 16"),
     *("uint8 in groups of 16", "4 bits, shifts", "4 bits as in Q4_0", "5 bits as in Q5_1", "4 bits, an odd group"),
 )
 
@@ -96,6 +118,7 @@ def in_turn(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", in_turn(FORMS))
+@pytest.mark.usefixtures("rounds")
 def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(name: str) -> None:
     torch.manual_seed(len(name))
     make, outputs, inputs, kind, size = FORMS[name]
@@ -108,7 +131,7 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
     assert kernel.weight().dtype == torch.float32 and torch.equal(kernel.weight(), values)
     torch.set_num_threads(1)
     alone = torch.cat([kernel(row) for row in x.split(1)])
-    exact, sizes = exact_product(weight, bias, x)
+    exact, sizes = exact_product(weight, bias, as_rounded(x, kernel.form.rounded))
     # Each value that is added is rounded once, and at most twice more for each input.
     assert bool(((alone - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
     for threads in (1, 2, 3):
@@ -125,8 +148,8 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
         if "group" in name or "4 bits" in name
     ],
 )
-def test_many_rows_are_unpacked_once(name: str) -> None:
-    """With the same values, but other roundings than those of verify passes."""
+def test_many_rows_are_unpacked_once(name: str, *, rounds: bool) -> None:
+    """With the same values, but other roundings than those of verify passes. Rounded inputs have the same bits."""
     torch.manual_seed(7)
     make, outputs, inputs, *_ = FORMS[name]
     weight, bias = make(outputs, inputs), torch.randn(outputs)
@@ -134,7 +157,9 @@ def test_many_rows_are_unpacked_once(name: str) -> None:
     assert all(kernel.scratch_size(131) >= kernel.scratch_size(rows) for rows in range(1, 131))
     for rows in (MAX_WIDTH + 1, 131):
         x = torch.randn(rows, inputs)
-        exact, sizes = exact_product(weight, bias, x)
+        exact, sizes = exact_product(weight, bias, as_rounded(x, kernel.form.rounded))
+        assert not kernel.form.rounded or torch.equal(kernel(x)[:9], kernel(x[:9]))
+        assert rounds or not kernel.form.rounded
         assert bool(((kernel(x) - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
@@ -159,6 +184,7 @@ def test_tiles_of_another_processor_have_the_same_bits(
     name: str, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of rows and blocks of a tile, and of blocks that it finds."""
+    monkeypatch.setattr(compiled_products, "has_dot", lambda: False)
     torch.manual_seed(6)
     inputs = torch.randn(ROWS, 96)
     weights = [FORMS[name][0](outputs, 96) for outputs in (10, 50, 1080)]
@@ -172,6 +198,27 @@ def test_tiles_of_another_processor_have_the_same_bits(
         kernel = CompiledKernel([weight], None)
         for rows in range(1, ROWS + 1):
             assert torch.equal(kernel(inputs[:rows]), every[:rows]), (kernel.outputs, rows)
+
+
+INSTRUCTIONS = [frozenset({"avx512f"}), frozenset({"avxvnni"}), frozenset({"avx512f", "avx512vnni"})]
+
+
+@pytest.mark.parametrize("features", INSTRUCTIONS, ids=["none", "256 bits", "512 bits"])
+@pytest.mark.parametrize("name", ["int8 in groups of 16", "int8, 128 inputs", "4 bits, shifts", "5 bits as in Q5_1"])
+def test_every_instruction_that_multiplies_bytes_gives_the_same_bits(
+    name: str, features: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(8)
+    make, outputs, inputs, *_ = FORMS[name]
+    weight, x = make(outputs, inputs), 5 * torch.randn(19, inputs)
+    monkeypatch.setattr(compiled_products, "has_dot", lambda: True)
+    expected = CompiledKernel([weight], None)(x)
+    if not features <= cpu_features() and "avx512vl" not in cpu_features():
+        features = INSTRUCTIONS[0]  # this processor has no other
+    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+    for module in (machine_code, compiled_products):
+        monkeypatch.setattr(module, "cpu_features", lambda: features)
+    assert torch.equal(CompiledKernel([weight], None)(x), expected)
 
 
 def test_inputs_of_any_shape_and_stride() -> None:
@@ -215,7 +262,7 @@ def test_memory_for_many_rows_is_enough_for_fewer(name: str) -> None:
 
 def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
     torch.manual_seed(3)
-    for name in ("float32", "4 bits, shifts"):
+    for name in ("float32", "4 bits, shifts", "int8, 128 inputs"):
         make, outputs, inputs, *_ = FORMS[name]
         kernel, x = CompiledKernel([make(outputs, inputs)], None), torch.randn(7, inputs)
         expected = kernel(x)

@@ -69,7 +69,7 @@ def test_a_call_that_is_left_to_transformers_computes_with_the_weights_of_the_en
     InvariantEngine([model], [], EngineWeights("int8")).install()
     rounded, left = model(input_ids=ids).logits, model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     plain = tiny_model("qwen3")(input_ids=ids).logits
-    assert torch.allclose(left, rounded, atol=1e-4) and not torch.allclose(plain, rounded, atol=1e-4)
+    assert torch.allclose(left, rounded, atol=1e-3) and not torch.allclose(plain, rounded, atol=5e-3)
 
 
 def rows_after(model: Any, keep: int) -> Tensor:
