@@ -27,7 +27,7 @@ from utils.engine.machine_code import (
 )
 
 INT4_GROUP = 32
-_ROUNDED_AT_ONCE = 1 << 18  # weights
+_LANES = 16  # weights that round_int8 reads at once
 _TINY = torch.finfo(torch.float32).tiny
 _RANGES = (1.0, 0.93, 0.86)  # of a group, that round_int4 tries
 
@@ -90,19 +90,18 @@ def round_int8(weight: Tensor) -> BlockWeight:
 
     Scales are values of bfloat16, because kernels of PyTorch take no others.
     """
-    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
-    # A few rows at a time, so that what is computed on the way stays in the processor's cache.
-    size = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
-    parts = (part.split(size) for part in (weight.detach(), values, scales))
-    for own, own_values, own_scales in zip(*parts, strict=True):
-        rows = own.float()
-        # Without the lower bound a row of zeros would be divided by zero.
-        largest = rows.abs().amax(dim=1, keepdim=True).clamp(min=256 * _TINY)
-        # Off by at most 0.2 %, so the largest value is always 127, and weights that are rounded again stay the same.
-        own_scales[:] = (largest / 127).bfloat16()
-        # A scale that was rounded down gives quotients above 127, so they are clamped.
-        own_values[:] = (rows / own_scales).round_().clamp_(-127, 127)
+    rows = _readable(weight)
+    values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), 1)
+    arguments = words(_ROUND, rows=rows, values=values, scales=scales, inputs=rows.shape[1])
+    WORKERS.run(*job_list([(_int8_function(rows.dtype), arguments, len(rows))]))
+    values, scales = (part.to(weight.device) for part in (values, scales))
     return BlockWeight(values, scales, None, group=weight.shape[1], bits=8)
+
+
+def _readable(weight: Tensor) -> Tensor:
+    """A weight as machine code reads it."""
+    rows = weight.detach().cpu().contiguous()
+    return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 
 def round_int4(weight: Tensor) -> BlockWeight:
@@ -114,45 +113,95 @@ def round_int4(weight: Tensor) -> BlockWeight:
     """
     if weight.shape[1] % INT4_GROUP:
         raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {INT4_GROUP}")
-    rows = weight.detach().cpu().contiguous()
-    rows = rows if rows.dtype == torch.bfloat16 else rows.float()
+    rows = _readable(weight)
     values = torch.empty(rows.shape, dtype=torch.uint8)
     scales, middles = torch.empty(2, len(rows), rows.shape[1] // INT4_GROUP, dtype=torch.bfloat16)
-    arguments = words(_ROUND, rows=rows, values=values, scales=scales, middles=middles, groups=scales.shape[1])
-    WORKERS.run(*job_list([(_rounding_function(rows.dtype), arguments, len(rows))]))
+    arguments = words(_ROUND, rows=rows, values=values, scales=scales, middles=middles, inputs=rows.shape[1])
+    WORKERS.run(*job_list([(_int4_function(rows.dtype), arguments, len(rows))]))
     values, scales, middles = (part.to(weight.device) for part in (values, scales, middles))
     return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
 
-_ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "groups": INT}
+_BITS, _HALF = ir.IntType(32), ir.IntType(16)
+_ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "inputs": INT}
+
+
+def _floats(code: Code, rows: ir.Value, index: ir.Value, dtype: torch.dtype, lanes: int) -> ir.Value:
+    """Weights in float32 or bfloat16 from one on, as a vector of float32."""
+    stored = FLOAT if dtype == torch.float32 else _HALF
+    weights = code.load(code.at(rows, index, stored), typ=ir.VectorType(stored, lanes), align=2)
+    return weights if dtype == torch.float32 else code.widened(weights)
 
 
 @cache
-def _rounding_function(dtype: torch.dtype) -> int:
+def _int8_function(dtype: torch.dtype) -> int:
     """The address of round(arguments, row) for weights in float32 or bfloat16."""
-    stored = FLOAT if dtype == torch.float32 else _HALF
+    code, given, row = item_function(ir.Module("rounding"), "round", _ROUND)
+    start, rest = code.mul(row, given["inputs"]), code.urem(given["inputs"], INT(_LANES))
+    whole = code.sub(given["inputs"], rest)
+    # A vector at a time, and what is left one by one.
+    parts = [(start, whole, _LANES), (code.add(start, whole), rest, 1)]
+
+    def largest_of(first: ir.Value, count: ir.Value, lanes: int, least: ir.Value) -> ir.Value:
+        def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
+            weights = _floats(code, given["rows"], code.add(first, index), dtype, lanes)
+            return [code.maximum(code.absolute(weights), found[0])]
+
+        return code.largest(code.repeat(count, [code.splat(least, lanes)], compare, step=lanes, or_never=True)[0])
+
+    def write(first: ir.Value, count: ir.Value, lanes: int, scale: ir.Value) -> None:
+        low, high, scales = (code.splat(value, lanes) for value in (FLOAT(-127.0), FLOAT(127.0), scale))
+
+        def divide(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            place = code.add(first, index)
+            values = code.nearest(code.fdiv(_floats(code, given["rows"], place, dtype, lanes), scales))
+            # A scale that was rounded down gives quotients above 127.
+            values = code.maximum(low, code.select(code.fcmp_ordered("<", values, high), values, high))
+            values = code.fptosi(values, ir.VectorType(BYTE, lanes))
+            code.store(values, code.at(given["values"], place, BYTE), align=1)
+            return []
+
+        code.repeat(count, [], divide, step=lanes, or_never=True)
+
+    largest = FLOAT(256 * _TINY)  # a row of zeros would be divided by zero
+    for part in parts:
+        largest = largest_of(*part, largest)
+    scale = _bfloat16(code, code.fdiv(largest, FLOAT(127.0)))
+    code.store(scale, code.at(given["scales"], row), align=4)
+    for part in parts:
+        write(*part, scale)
+    code.ret_void()
+    return compiled(code.module, optimizes=False)("round")
+
+
+@cache
+def _int4_function(dtype: torch.dtype) -> int:
+    """The address of round(arguments, row) for weights in float32 or bfloat16."""
     module = ir.Module("rounding")
     code, given, row = item_function(module, "round", _ROUND)
-    first = code.mul(row, given["groups"])
+    groups = code.udiv(given["inputs"], INT(INT4_GROUP))
+    first = code.mul(row, groups)
 
     def round_group(index: ir.Value) -> None:
         group = code.add(first, index)
         start = code.mul(group, INT(INT4_GROUP))
-        weights = code.load(code.at(given["rows"], start, stored), typ=ir.VectorType(stored, INT4_GROUP), align=2)
-        weights = weights if dtype == torch.float32 else code.widened(weights)
-        values, scale, middle = _Group(code, weights).rounded()
+        values, scale, middle = _Group(code, _floats(code, given["rows"], start, dtype, INT4_GROUP)).rounded()
         values = code.fptoui(values, ir.VectorType(BYTE, INT4_GROUP))
         code.store(values, code.at(given["values"], start, BYTE), align=1)
         for name, factor in (("scales", scale), ("middles", middle)):
             bits = code.trunc(code.lshr(code.bitcast(factor, _BITS), _BITS(16)), _HALF)
             code.store(bits, code.at(given[name], group, _HALF), align=2)
 
-    code.for_each(given["groups"], round_group)
+    code.for_each(groups, round_group)
     code.ret_void()
     return compiled(module)("round")
 
 
-_BITS, _HALF = ir.IntType(32), ir.IntType(16)
+def _bfloat16(code: Code, value: ir.Value) -> ir.Value:
+    """The nearest value of bfloat16, the even one of two."""
+    bits = code.bitcast(value, _BITS)
+    up = code.add(_BITS(0x7FFF), code.and_(code.lshr(bits, _BITS(16)), _BITS(1)))
+    return code.bitcast(code.and_(code.add(bits, up), _BITS(0xFFFF0000)), FLOAT)
 
 
 class _Group:
@@ -179,8 +228,8 @@ class _Group:
     def _fitted(self, scale: ir.Value, minimum: ir.Value) -> list[ir.Value]:
         """Integers, the representable scale and middle next to these, and the squared error."""
         code = self._code
-        scale = self._bfloat16(code.maximum(scale, FLOAT(_TINY)))
-        middle = self._bfloat16(code.fadd(minimum, code.fmul(scale, FLOAT(8.0))))
+        scale = _bfloat16(code, code.maximum(scale, FLOAT(_TINY)))
+        middle = _bfloat16(code, code.fadd(minimum, code.fmul(scale, FLOAT(8.0))))
         minimum = code.fsub(middle, code.fmul(scale, FLOAT(8.0)))
         values = self._integers(scale, minimum)
         rounded = code.fadd(code.fmul(values, self._all(scale)), self._all(minimum))
@@ -202,12 +251,6 @@ class _Group:
         spread = code.maximum(code.total(code.fmul(centred, centred)), FLOAT(1.0))  # zero only for constant groups
         scale = code.fdiv(code.total(code.fmul(centred, self._weights)), spread)
         return scale, code.fsub(mean, code.fmul(scale, middle))
-
-    def _bfloat16(self, value: ir.Value) -> ir.Value:
-        """The nearest value of bfloat16, the even one of two."""
-        code, bits = self._code, self._code.bitcast(value, _BITS)
-        up = code.add(_BITS(0x7FFF), code.and_(code.lshr(bits, _BITS(16)), _BITS(1)))
-        return code.bitcast(code.and_(code.add(bits, up), _BITS(0xFFFF0000)), FLOAT)
 
     def _all(self, value: ir.Value) -> ir.Value:
         return self._code.splat(value, INT4_GROUP)

@@ -35,6 +35,21 @@ def test_rounding_is_off_by_about_half_a_step(rounding: Rounding, steps: int) ->
     assert (error <= 0.75 * span / steps).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 97), (3, 5), (40, 16), (1, 1), (9, 160)])
+def test_int8_is_the_nearest_of_254_steps_of_each_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Scales are rounded to bfloat16, and may be rounded down."""
+    torch.manual_seed(sum(shape))
+    weight = (torch.randn(shape) * torch.rand(shape[0], 1)).to(dtype)
+    weight[-1] *= min(1, shape[0] - 1)
+    rows = weight.float()
+    scales = (rows.abs().amax(1, keepdim=True).clamp(min=256 * torch.finfo(torch.float32).tiny) / 127).bfloat16()
+    for own in (weight, weight.T.contiguous().T):
+        block = round_int8(own)
+        assert torch.equal(block.scales, scales.float())
+        assert torch.equal(block.values, (rows / scales).round().clamp(-127, 127).to(torch.int8))
+
+
 @pytest.mark.parametrize("rounding", [round_int8, round_int4])
 def test_rows_of_zeros_and_constants_stay(rounding: Rounding) -> None:
     weight = torch.zeros(2, 64)
