@@ -527,7 +527,9 @@ def _most_rows(form: PackedForm) -> int:
 
 def _near_bytes(kind: str) -> int:
     """How far ahead a single tile of rows asks for weights. 0: for the next blocks."""
-    return 4096 if _has_many_registers() else 1024 if kind == "float32" else 0
+    if _has_many_registers():
+        return 512 if kind == "float32" else 4096
+    return 1024 if kind == "float32" else 0
 
 
 @cache

@@ -28,6 +28,7 @@ from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
 BLOCK_ROWS = 32  # of BlockedKernel
+COMPARED_ROWS = 64  # of a weight that may hold values of bfloat16
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
@@ -192,8 +193,6 @@ def _shortened(form: Tensor) -> Tensor:
     """A weight in bfloat16 if that holds the same values."""
     if form.dtype == torch.bfloat16:
         return form
-    for part in (form[:1], form):  # most weights differ in the first row
-        short = part.bfloat16()
-        if not torch.equal(short.float(), part.float()):
-            return form
-    return short
+    # A few rows at a time, so that what is computed stays in the processor's cache. Most weights differ in the first.
+    same = (torch.equal(rows.bfloat16().float(), rows.float()) for rows in form.split(COMPARED_ROWS))
+    return form.bfloat16() if all(same) else form
