@@ -126,7 +126,7 @@ _BITS, _HALF = ir.IntType(32), ir.IntType(16)
 _ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "inputs": INT}
 
 
-def _floats(code: Code, rows: ir.Value, index: ir.Value, dtype: torch.dtype, lanes: int) -> ir.Value:
+def _floats(code: Code, rows: ir.Value, index: ir.Value, *, dtype: torch.dtype, lanes: int) -> ir.Value:
     """Weights in float32 or bfloat16 from one on, as a vector of float32."""
     stored = FLOAT if dtype == torch.float32 else _HALF
     weights = code.load(code.at(rows, index, stored), typ=ir.VectorType(stored, lanes), align=2)
@@ -144,7 +144,7 @@ def _int8_function(dtype: torch.dtype) -> int:
 
     def largest_of(first: ir.Value, count: ir.Value, lanes: int, least: ir.Value) -> ir.Value:
         def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
-            weights = _floats(code, given["rows"], code.add(first, index), dtype, lanes)
+            weights = _floats(code, given["rows"], code.add(first, index), dtype=dtype, lanes=lanes)
             return [code.maximum(code.absolute(weights), found[0])]
 
         return code.largest(code.repeat(count, [code.splat(least, lanes)], compare, step=lanes, or_never=True)[0])
@@ -154,7 +154,7 @@ def _int8_function(dtype: torch.dtype) -> int:
 
         def divide(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             place = code.add(first, index)
-            values = code.nearest(code.fdiv(_floats(code, given["rows"], place, dtype, lanes), scales))
+            values = code.nearest(code.fdiv(_floats(code, given["rows"], place, dtype=dtype, lanes=lanes), scales))
             # A scale that was rounded down gives quotients above 127.
             values = code.maximum(low, code.select(code.fcmp_ordered("<", values, high), values, high))
             values = code.fptosi(values, ir.VectorType(BYTE, lanes))
@@ -185,7 +185,8 @@ def _int4_function(dtype: torch.dtype) -> int:
     def round_group(index: ir.Value) -> None:
         group = code.add(first, index)
         start = code.mul(group, INT(INT4_GROUP))
-        values, scale, middle = _Group(code, _floats(code, given["rows"], start, dtype, INT4_GROUP)).rounded()
+        weights = _floats(code, given["rows"], start, dtype=dtype, lanes=INT4_GROUP)
+        values, scale, middle = _Group(code, weights).rounded()
         values = code.fptoui(values, ir.VectorType(BYTE, INT4_GROUP))
         code.store(values, code.at(given["values"], start, BYTE), align=1)
         for name, factor in (("scales", scale), ("middles", middle)):

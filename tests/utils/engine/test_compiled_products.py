@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH
-from utils.engine import compiled_products, machine_code
+from utils.engine import compiled_products, machine_code, product_code
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.machine_code import cpu_features, has_dot
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
@@ -75,8 +75,8 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
 def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether inputs are rounded, whatever this processor multiplies fast."""
     of_processor = has_dot()
-    monkeypatch.setattr(compiled_products, "has_dot", lambda: request.param)
-    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+    monkeypatch.setattr(product_code, "has_dot", lambda: request.param)
+    monkeypatch.setattr(compiled_products, "product_functions", cache(product_code.product_functions.__wrapped__))
     assert of_processor == has_dot()  # of the instructions
     return bool(request.param)
 
@@ -184,13 +184,14 @@ def test_tiles_of_another_processor_have_the_same_bits(
     name: str, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of rows and blocks of a tile, and of blocks that it finds."""
-    monkeypatch.setattr(compiled_products, "has_dot", lambda: False)
+    monkeypatch.setattr(product_code, "has_dot", lambda: False)
     torch.manual_seed(6)
     inputs = torch.randn(ROWS, 96)
     weights = [FORMS[name][0](outputs, 96) for outputs in (10, 50, 1080)]
     expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
-    monkeypatch.setattr(compiled_products, "_tile_shapes", lambda kind: shapes)
-    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+    for module in (product_code, compiled_products):
+        monkeypatch.setattr(module, "tile_shapes", lambda form: shapes)
+    monkeypatch.setattr(compiled_products, "product_functions", cache(product_code.product_functions.__wrapped__))
     if 6 in shapes.values() and "avx2" in cpu_features():
         machine = older_processor()
         monkeypatch.setattr(machine_code, "_machine", lambda: machine)
@@ -211,12 +212,12 @@ def test_every_instruction_that_multiplies_bytes_gives_the_same_bits(
     torch.manual_seed(8)
     make, outputs, inputs, *_ = FORMS[name]
     weight, x = make(outputs, inputs), 5 * torch.randn(19, inputs)
-    monkeypatch.setattr(compiled_products, "has_dot", lambda: True)
+    monkeypatch.setattr(product_code, "has_dot", lambda: True)
     expected = CompiledKernel([weight], None)(x)
     if not features <= cpu_features() and "avx512vl" not in cpu_features():
         features = INSTRUCTIONS[0]  # this processor has no other
-    monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
-    for module in (machine_code, compiled_products):
+    monkeypatch.setattr(compiled_products, "product_functions", cache(product_code.product_functions.__wrapped__))
+    for module in (machine_code, product_code):
         monkeypatch.setattr(module, "cpu_features", lambda: features)
     assert torch.equal(CompiledKernel([weight], None)(x), expected)
 

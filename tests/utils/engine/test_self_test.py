@@ -13,7 +13,7 @@ from tiny import tiny_llama
 
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.decode.layer_cut import first_layers
-from utils.engine import Engine, attention, compiled_products, invariant, selftest
+from utils.engine import Engine, attention, compiled_products, invariant, product_code, selftest
 from utils.engine.compiled_decoder import DecoderProgram
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.machine_code import Code
@@ -37,7 +37,7 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "head":
         monkeypatch.setattr(CompiledKernel, "__call__", lambda self, x: product(self, x) * (1 + 1e-6 * (len(x) == 6)))
     elif part == "products":  # machine code for six rows that rounds twice where others round once
-        write = compiled_products._Tile.write
+        write = product_code._Tile.write
 
         def write_odd(self: Any) -> Any:
             with monkeypatch.context() as patch:
@@ -45,8 +45,8 @@ def break_rows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     patch.setattr(Code, "multiply_add", lambda self, x, y, z: self.fadd(self.fmul(x, y), z))
                 return write(self)
 
-        monkeypatch.setattr(compiled_products._Tile, "write", write_odd)
-        monkeypatch.setattr(compiled_products, "_functions", cache(compiled_products._functions.__wrapped__))
+        monkeypatch.setattr(product_code._Tile, "write", write_odd)
+        monkeypatch.setattr(compiled_products, "product_functions", cache(product_code.product_functions.__wrapped__))
     elif part == "layers":  # attention of machine code
 
         def add_odd(self: DecoderProgram, layer: Any) -> None:
@@ -127,9 +127,9 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
 @pytest.mark.parametrize("most", [3, 5, 6, 12])  # rows of a tile, by processor
 def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tiles that follow each other, and as the last one."""
-    monkeypatch.setattr(compiled_products, "_most_rows", lambda form: most)
+    monkeypatch.setattr(compiled_products, "most_rows", lambda form: most)
     kernel = CompiledKernel([torch.randn(16, 8)], None)
-    tile_at = [*compiled_products._ARGUMENTS].index("tile")
+    tile_at = [*compiled_products.ARGUMENTS].index("tile")
 
     def tiles(widths: Any) -> set[tuple[int, bool]]:
         found = set()
