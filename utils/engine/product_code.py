@@ -13,7 +13,6 @@ to 16 bits, with a scale for up to 64 of them, and are multiplied as two bytes. 
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from llvmlite import ir
 
 from utils.engine.machine_code import (
@@ -33,7 +32,7 @@ LANES = 16  # outputs of a block
 _FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
 _WORD, _ZERO = ir.IntType(32), ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 127 * 256.0  # of rounded inputs
-_LEAST = float(torch.finfo(torch.float32).tiny)
+_LEAST = 1e-30  # inputs of a group without larger ones may become zero
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
 _TILE_ARGUMENTS = {

@@ -272,6 +272,17 @@ def test_an_input_that_is_not_finite_stays_in_its_row() -> None:
         assert found[3].isnan().all() and torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-35, 1e30])
+def test_inputs_of_every_size_are_rounded(size: float) -> None:
+    torch.manual_seed(9)
+    for name in ("4 bits, shifts", "int8, 128 inputs"):
+        make, outputs, inputs, *_ = FORMS[name]
+        weight, x = make(outputs, inputs), torch.randn(3, inputs)
+        x[:, :64] *= size
+        exact, sizes = exact_product(weight, None, x)
+        assert bool(((CompiledKernel([weight], None)(x) - exact).abs() <= 1e-4 * sizes + 1e-25).all())
+
+
 def columns(block: BlockWeight, first: int, last: int) -> BlockWeight:
     """The inputs from `first` up to `last`, multiples of the group unless one group has all inputs."""
     values = block.values[:, first:last]
