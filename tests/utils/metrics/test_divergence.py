@@ -24,7 +24,7 @@ from utils.logits_processor import (
     NucleusProcessor,
     TopKProcessor,
 )
-from utils.metrics.divergence import Cause, Divergence, DivergenceCase, explain
+from utils.metrics.divergence import Cause, Divergence, DivergenceCase, _logits_of, explain
 from utils.metrics.results import tokens_of
 
 
@@ -128,6 +128,17 @@ def test_bnb_int8_is_named_as_the_cause(tmp_path: Path) -> None:
     records = records_of(tmp_path / "runs.jsonl")
     causes = [record["divergence"]["cause"] for record in records if record.get("divergence")]
     assert causes and set(causes) == {Cause.QUANTIZATION}
+
+
+def test_passes_are_repeated_without_the_rejected_drafts() -> None:
+    """Positions of rejected drafts are forgotten before the next pass, as in the run."""
+    model, plan = tiny_llama(), decoding(4, processor=GreedyProcessor())
+    expected = tokens_of(autoregressive_steps([3, 4], ModelSession(model), plan))
+    wrong = [(token + 1) % model.config.vocab_size for token in expected]
+    rounds = [Step((wrong[0], wrong[1]), 0, expected[0]), Step((expected[1], wrong[2]), 1, wrong[2])]
+    ours = DivergenceCase([3, 4], tuple(rounds), expected, partial(ModelSession, model), plan, width=3, own_noise=False)
+    found = _logits_of(ours, rounds, rewinds=True)
+    assert torch.allclose(found, ModelSession(model).feed([3, 4, *expected[:2]], keep=1)[0], atol=1e-4)
 
 
 def test_a_wrong_token_is_unexplained() -> None:
