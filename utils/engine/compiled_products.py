@@ -9,11 +9,9 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn.functional import pad
 
-from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine.machine_code import INT, POINTER, WORKERS, compiled, floats, item_function, job_list, words
 from utils.engine.product_code import (
     ARGUMENTS,
-    DOT,
     IN_WORD,
     LANES,
     PREPARED,
@@ -23,7 +21,6 @@ from utils.engine.product_code import (
     product_functions,
     rounded_at_once,
     tile_shapes,
-    wide_function,
 )
 from utils.engine.weight_blocks import BlockWeight
 
@@ -36,7 +33,7 @@ _PACK = {"rows": POINTER, "out": POINTER, "inputs": INT}
 @cache
 def _packing_function(bits: int, *, as_words: bool) -> int:
     """The address of pack(arguments, block) for values of so many bits, or for those of 4 bits in bytes."""
-    kind = ir.IntType(8 * IN_WORD if as_words else bits)
+    kind = ir.IntType(64 if as_words else bits)
     module, vector = ir.Module("packing"), ir.VectorType(kind, LANES)
     stored = WORDS if as_words else vector
     code, given, block = item_function(module, "pack", _PACK)
@@ -69,7 +66,10 @@ def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
     if any(len(part) % LANES for part in parts):
         whole = torch.cat([*parts])
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
-    inputs, dtype = parts[0].shape[1] // (IN_WORD if as_words else 1), torch.int32 if as_words else parts[0].dtype
+    inputs, dtype = (
+        parts[0].shape[1] // (IN_WORD["uint4"] if as_words else 1),
+        torch.int32 if as_words else parts[0].dtype,
+    )
     blocks = [len(part) // LANES for part in parts]
     out = torch.empty(sum(blocks), inputs, LANES, dtype=dtype, device="cpu")
     pack = _packing_function(8 * parts[0].itemsize, as_words=as_words)
@@ -88,12 +88,16 @@ class CompiledKernel:
         self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self._scales = self._shifts = None
         self._bits = offset = 0
+        if any(isinstance(weight, BlockWeight) and not rounded_at_once(weight.group) for weight in weights):
+            weights = [weight.dense() if isinstance(weight, BlockWeight) else weight for weight in weights]
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         if blocks:
             first, values = blocks[0], [block.values for block in blocks]
             self._bits, group, offset = first.bits, first.group, first.offset
-            unsigned = "uint4" if first.bits <= 4 and group % IN_WORD == 0 else "uint8"
+            unsigned = "uint4" if first.bits <= 4 and group % IN_WORD["uint4"] == 0 else "uint8"
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
+            if kind != "uint4":
+                values = [part.contiguous().view(torch.int32) for part in values]
             self._scales = _in_lanes([block.scales for block in blocks])
             shifts = [block.shifts for block in blocks if block.shifts is not None]
             self._shifts = _in_lanes(shifts) if shifts else None
@@ -102,11 +106,8 @@ class CompiledKernel:
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
             kind, group = str(values[0].dtype).removeprefix("torch."), 0
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
-        rounded = rounded_at_once(group) if blocks else 0
         has_shifts, has_bias = self._shifts is not None, bias is not None
-        self.form = PackedForm(kind, self.inputs, group, scales, offset, has_shifts, has_bias, rounded)
-        if rounded and kind != "uint4":
-            values = [part.contiguous().view(torch.int32) for part in values]
+        self.form = PackedForm(kind, self.inputs, group, scales, offset, has_shifts, has_bias)
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
@@ -138,17 +139,11 @@ class CompiledKernel:
         return self._calls[rows]
 
     def scratch_size(self, rows: int) -> int:
-        """Values that products with up to so many rows write on the way: prepared inputs and sums of inputs, or
-        unpacked values.
-        """
-        few = min(rows, MAX_WIDTH) if self._is_wide(rows) else rows
-        unpacked = min(ITEMS, self.width // LANES) * self.inputs * LANES if self._is_wide(rows) else 0
-        return max(sum(self.form.prepared(few)), unpacked)
+        """Values that products with up to so many rows write on the way: prepared inputs."""
+        return sum(self.form.prepared(rows))
 
     def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
         """What is in scratch memory, and where prepared inputs are, which may be x itself."""
-        if self._is_wide(rows):
-            return {"x": x, "sums": scratch}
         sizes = self.form.prepared(rows)
         parts = dict(zip(PREPARED, scratch[: sum(sizes)].split(sizes), strict=True))
         return parts if sizes[0] else parts | {"x": x}
@@ -158,8 +153,7 @@ class CompiledKernel:
         `stride` values apart. All tensors must live as long as the jobs.
         """
         blocks = self.width // LANES
-        at_once, is_wide = max(tile_shapes(self.form)), self._is_wide(rows)
-        tiles = -(-rows // most_rows(PackedForm("float32", self.inputs) if is_wide else self.form))
+        at_once, tiles = max(tile_shapes(self.form)), -(-rows // most_rows(self.form))
         span = -(-blocks // (ITEMS * at_once)) * at_once
         arguments = words(
             ARGUMENTS,
@@ -177,21 +171,17 @@ class CompiledKernel:
             tile=-(-rows // tiles),  # tiles of nearly equal size
             span=span,
         )
-        first = [(self._prepare, arguments, rows)] if self._prepare and not is_wide else []
-        function = wide_function(self.form) if is_wide else self._block
-        return [*first, (function, arguments, -(-blocks // span))]
-
-    def _is_wide(self, rows: int) -> bool:
-        return rows > MAX_WIDTH and self.form.is_grouped and not self.form.rounded
+        first = [(self._prepare, arguments, rows)] if self._prepare else []
+        return [*first, (self._block, arguments, -(-blocks // span))]
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""
         values = self._values
-        if self.form.rounded and self.form.kind != "uint4":
-            kind = torch.int8 if self.form.kind == "int8" else torch.uint8
-            values = values.view(kind).unflatten(2, (LANES, DOT)).transpose(2, 3).flatten(1, 2)
         if self.form.kind == "uint4":
-            values = torch.stack([values >> 4 * place & 15 for place in range(IN_WORD)], dim=2).flatten(1, 2)
+            values = torch.stack([values >> 4 * place & 15 for place in range(self.form.in_word)], dim=2).flatten(1, 2)
+        elif self.form.rounded:
+            kind = torch.int8 if self.form.kind == "int8" else torch.uint8
+            values = values.view(kind).unflatten(2, (LANES, self.form.in_word)).transpose(2, 3).flatten(1, 2)
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()

@@ -120,27 +120,35 @@ class Code(ir.IRBuilder):
         exponent = self.shl(self.add(self.fptosi(power, integers), bias), shift)
         return self.fmul(result, self.bitcast(exponent, x.type))
 
-    def dot(self, totals: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-        """totals + the products of four unsigned with four signed bytes in each lane of 32 bits, of 16 lanes."""
-        if not has_dot():
-            for byte in range(4):
-                left, right = (ir.Constant(totals.type, [bits] * totals.type.count) for bits in (24 - 8 * byte, 24))
-                one = self.lshr(self.shl(unsigned, left), right)
-                other = self.ashr(self.shl(signed, left), right)
-                totals = self.add(totals, self.mul(one, other))
+    def dot(self, totals: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
+        """totals + the products of two pairs of signed integers of 16 bits, in each of 16 lanes of 32 bits."""
+        if (found := _pair_product()) is None:
+            for bits in (16, 0):
+                own = [self._low_halves(x, bits, totals.type) for x in (first, second)]
+                totals = self.add(totals, self.mul(*own))
             return totals
-        if "avx512vnni" not in cpu_features() and totals.type.count == 16:
-            halves = ([self._part(own, first) for own in (totals, unsigned, signed)] for first in (0, 8))
-            low, high = (self.dot(*half) for half in halves)
-            return self.shuffle_vector(low, high, ir.Constant(totals.type, [*range(16)]))
-        as_bytes = ir.VectorType(BYTE, 4 * totals.type.count)
-        values = [totals, *(self.bitcast(own, as_bytes) for own in (unsigned, signed))]
-        return self._intrinsic(f"x86.avx512.vpdpbusd.{32 * totals.type.count}", totals.type, values)
+        name, lanes, adds = found
+        parts = []
+        for start in range(0, 16, lanes):
+            total = self._lanes(totals, start, lanes)
+            pair = [self._lanes(x, 2 * start, lanes) for x in (first, second)]
+            product = self._intrinsic(f"x86.{name}", total.type, pair if adds else [total, *pair])
+            parts.append(self.add(product, total) if adds else product)
+        return parts[0] if len(parts) == 1 else self.shuffle_vector(*parts, ir.Constant(totals.type, [*range(16)]))
 
-    def _part(self, vector: ir.Value, first: int) -> ir.Value:
-        """The eight lanes of a vector of 32 bits from one on."""
-        places = ir.Constant(ir.VectorType(ir.IntType(32), 8), [*range(first, first + 8)])
-        return self.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+    def _low_halves(self, x: ir.Value, bits: int, kind: ir.Type) -> ir.Value:
+        """The lower halves of words, or after a shift to the left by no bits the upper ones, as integers of 32 bits."""
+        words = self.bitcast(x, kind)
+        left, right = (ir.Constant(kind, [count] * kind.count) for count in (bits, 16))
+        return self.ashr(self.shl(words, left), right)
+
+    def _lanes(self, x: ir.Value, start: int, lanes: int) -> ir.Value:
+        """Some of the 16 lanes of 32 bits of a vector, which may have two elements in each."""
+        count = x.type.count // 16 * lanes
+        if count == x.type.count:
+            return x
+        places = ir.Constant(ir.VectorType(ir.IntType(32), count), [*range(start, start + count)])
+        return self.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), places)
 
     def absolute(self, x: ir.Value) -> ir.Value:
         return self._float_call("fabs", x)
@@ -248,9 +256,18 @@ def cpu_features() -> frozenset[str]:
     return frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
 
 
-def has_dot() -> bool:
-    """Whether the processor multiplies bytes and adds four products at once."""
-    return bool({"avx512vnni", "avxvnni"} & cpu_features())
+# Instructions that multiply pairs of integers of 16 bits by feature, the best first: name, lanes, and whether the total
+# must be added.
+_PAIR_PRODUCTS = {
+    "avx512vnni": ("avx512.vpdpwssd.512", 16, False),
+    "avxvnni": ("avx512.vpdpwssd.256", 8, False),
+    "avx512bw": ("avx512.pmaddw.d.512", 16, True),
+    "avx2": ("avx2.pmadd.wd", 8, True),
+}
+
+
+def _pair_product() -> tuple[str, int, bool] | None:
+    return next((row for feature, row in _PAIR_PRODUCTS.items() if feature in cpu_features()), None)
 
 
 def compiled(module: ir.Module, *, optimizes: bool = True) -> Callable[[str], int]:

@@ -6,8 +6,8 @@ sum is formed in the order of the inputs: its bits depend neither on the number 
 The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
 Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
 
-Where the processor multiplies bytes and adds four products at once (VNNI), inputs that meet small integers are rounded
-to 16 bits, with a scale for up to 64 of them, and are multiplied as two bytes. Sums of integers are exact.
+Inputs that meet small integers are rounded to 16 bits, with a scale for up to 64 of them, because processors multiply
+pairs of such integers and add the products in one or two instructions. Sums of integers are exact.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from utils.engine.machine_code import (
     Code,
     compiled,
     cpu_features,
-    has_dot,
     inner_function,
     item_function,
 )
 
 LANES = 16  # outputs of a block
-_FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
-_WORD, _ZERO = ir.IntType(32), ir.Constant(_FLOATS, [0.0] * LANES)
-_LARGEST = 127 * 256.0  # of rounded inputs
+_WORD, _HALF = ir.IntType(32), ir.IntType(16)
+_FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
+_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+_LARGEST = 32767.0  # of rounded inputs
 _LEAST = 1e-30  # inputs of a group without larger ones may become zero
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
@@ -52,15 +52,13 @@ _TILE_ARGUMENTS = {
 }
 ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
 PREPARED = ("x", "steps", "sums")  # what is in scratch memory
-IN_WORD = 8  # values of 4 bits, of adjacent inputs
-DOT = 4  # products of bytes that are added at once
+IN_WORD = {"uint4": 8, "int8": 4, "uint8": 4}  # values of adjacent inputs that are 32 bits together
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
     """How values are stored. kind: a key of _PACKED_BYTES. inputs: K. group: inputs that share a scale, 0 without
-    scales. scales: the number format of scales and shifts. offset: as in BlockWeight. rounded: inputs that are rounded
-    to 16 bits with one scale, 0 if they are computed in float32.
+    scales. scales: the number format of scales and shifts. offset: as in BlockWeight.
     """
 
     kind: str
@@ -70,44 +68,33 @@ class PackedForm:
     offset: int = 0
     has_shifts: bool = False
     has_bias: bool = False
-    rounded: int = 0
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether an output has several scales."""
-        return 0 < self.group < self.inputs
-
-    @property
-    def adds_sums(self) -> bool:
-        """Whether sums of inputs are needed."""
-        return self.has_shifts or (self.offset != 0 and not self.rounded)
+    def rounded(self) -> int:
+        """Inputs that are rounded with one scale, 0 if they stay floats."""
+        return rounded_at_once(self.group)
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of an input: its two bytes, the high ones of DOT inputs before their low ones, or a float."""
+        """Bytes of an input as products read it."""
         return 2 if self.rounded else 4
 
     @property
     def in_word(self) -> int:
         """Inputs whose values are stored beside each other, of one output after the other."""
-        return IN_WORD if self.kind == "uint4" else DOT if self.rounded else 1
+        return IN_WORD.get(self.kind, 1)
 
     @property
     def start(self) -> int:
-        """What is added to values before they meet rounded inputs, which takes unsigned ones."""
+        """What is added to values as products read them, which are not negative."""
         return self.offset - (128 if self.kind == "int8" else 0)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether inputs are prepared before products."""
-        return self.adds_sums or self.in_word > 1
 
     def prepared(self, rows: int) -> list[int]:
         """Sizes of what is prepared for so many rows, in values of 4 bytes, in the order of PREPARED."""
-        sums = rows * self.inputs // self.group if self.adds_sums else 0
-        if self.rounded:
-            return [rows * self.inputs // 2, 2 * rows * self.inputs // self.rounded, sums]
-        return [rows * self.inputs if self.kind == "uint4" else 0, 0, sums]
+        if not self.rounded:
+            return [0, 0, 0]
+        sums = rows * self.inputs // self.group if self.has_shifts else 0
+        return [rows * self.inputs // 2, 2 * rows * self.inputs // self.rounded, sums]
 
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
@@ -115,13 +102,15 @@ def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
 
 
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
-    """The values of one input, or those of a word of inputs."""
-    kinds = {"float32": FLOAT, "bfloat16": ir.IntType(16)}
-    return _vector(code, pointer, kinds.get(form.kind, ir.IntType(32) if form.in_word > 1 else BYTE))
+    """The values of one input, or those of a word of inputs as pairs of 16 bits."""
+    if form.rounded:
+        return code.load(pointer, typ=_PAIRS, align=1)
+    stored = _vector(code, pointer, FLOAT if form.kind == "float32" else _HALF)
+    return stored if form.kind == "float32" else code.widened(stored)
 
 
 def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The scales and shifts of a group of each output, the offset included. place: of their first."""
+    """The scales and shifts of a group of each output. place: of their first."""
     kind = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}[form.scales]
 
     def read(name: str) -> ir.Value:
@@ -130,39 +119,25 @@ def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.V
             return code.fpext(stored, _FLOATS)
         return code.widened(stored) if form.scales == "bfloat16" else stored
 
-    scale = read("scales")
-    shift = read("shifts") if form.has_shifts else _ZERO
-    if form.offset and not form.rounded:
-        shift = code.multiply_add(scale, ir.Constant(_FLOATS, [float(form.offset)] * LANES), shift)
-    return scale, shift
+    return read("scales"), read("shifts") if form.has_shifts else _ZERO
 
 
-def _unpacked(code: Code, form: PackedForm, packed: ir.Value, place: int) -> ir.Value:
-    """The values of one input as float32. In 4 bits value i of a word is times 16^i, because it stays where it is;
-    `_scales_of_word` are the inverses for the inputs.
-    """
-    if form.kind == "float32":
-        return packed
-    if form.kind == "bfloat16":
-        return code.widened(packed)
+def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
+    """The values of a word of inputs, those of two inputs in each vector, in the order of `_order`."""
+
+    def all_of(value: int) -> ir.Constant:
+        return ir.Constant(_PAIRS, [value] * 2 * LANES)
+
     if form.kind == "uint4":
-        if place == IN_WORD - 1:  # shifted, so that the sign stays zero
-            packed, place = code.lshr(packed, ir.Constant(WORDS, [4] * LANES)), place - 1
-        packed = code.and_(packed, ir.Constant(WORDS, [15 << 4 * place] * LANES))
-    return code.uitofp(packed, _FLOATS) if form.kind == "uint8" else code.sitofp(packed, _FLOATS)
+        shifted = [packed, *(code.lshr(packed, all_of(bits)) for bits in (4, 8, 12))]
+        return [*(code.and_(values, all_of(15)) for values in shifted[:-1]), shifted[-1]]
+    packed = code.xor(packed, all_of(0x8080)) if form.kind == "int8" else packed
+    return [code.and_(packed, all_of(0xFF)), code.lshr(packed, all_of(8))]
 
 
-def _unsigned_bytes(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
-    """The values of a word of inputs as unsigned bytes, those of DOT inputs in each vector."""
-    if form.kind == "uint4":
-        halves = (packed, code.lshr(packed, ir.Constant(WORDS, [4] * LANES)))
-        return [code.and_(half, ir.Constant(WORDS, [0x0F0F0F0F] * LANES)) for half in halves]
-    return [code.xor(packed, ir.Constant(WORDS, [0x80808080] * LANES)) if form.kind == "int8" else packed]
-
-
-def _scales_of_word() -> list[float]:
-    """What inputs are multiplied with before they meet the values of 4 bits. Powers of two change no bits."""
-    return [16.0 ** -min(place, IN_WORD - 2) for place in range(IN_WORD)]
+def _order(form: PackedForm) -> list[int]:
+    """Which inputs of a word are pairs."""
+    return [0, 4, 1, 5, 2, 6, 3, 7] if form.kind == "uint4" else [0, 2, 1, 3]
 
 
 class _Tile:
@@ -171,9 +146,9 @@ class _Tile:
     Pointers are those of the first row and block.
     """
 
-    def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int, *, streams: bool = True) -> None:
+    def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int) -> None:
         # One or two rows keep memory busy without asking early, but not on processors with AVX-512.
-        self._streams = streams and (rows > 2 or _has_many_registers())
+        self._streams = rows > 2 or _has_many_registers()
         self._code, arguments = inner_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
@@ -202,7 +177,7 @@ class _Tile:
         for place, part in enumerate(sums):
             (scale, shift), row = factors[place // self._rows], place % self._rows
             totals[place] = code.multiply_add(part, scale, totals[place])
-            if self._form.adds_sums:
+            if self._form.has_shifts:
                 index = code.add(group, code.mul(self._given["groups"], INT(row)))
                 total = code.load(code.at(self._given["sums"], index), typ=FLOAT, align=4)
                 totals[place] = code.multiply_add(code.splat(total, LANES), shift, totals[place])
@@ -228,21 +203,19 @@ class _Tile:
         code, inputs = self._code, [self._code.at(pointer, first, FLOAT) for pointer in self._inputs]
 
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            packed = self._next_weights(code.add(first, index))
-            for each in range(self._at_once):
-                values = [_unpacked(code, self._form, part, each) for part in packed]
-                for row, pointer in enumerate(inputs):
-                    x = code.splat(code.load(code.at(pointer, code.add(index, INT(each))), typ=FLOAT, align=4), LANES)
-                    for place in range(row, len(sums), self._rows):
-                        sums[place] = code.multiply_add(x, values[place // self._rows], sums[place])
+            values = self._next_weights(code.add(first, index))
+            for row, pointer in enumerate(inputs):
+                x = code.splat(code.load(code.at(pointer, index), typ=FLOAT, align=4), LANES)
+                for place in range(row, len(sums), self._rows):
+                    sums[place] = code.multiply_add(x, values[place // self._rows], sums[place])
             return sums
 
-        return code.repeat(INT(self._size), self._zeros, add, step=self._at_once)
+        return code.repeat(INT(self._size), self._zeros, add)
 
     def _sums_of_integers(self, first: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         """The sums, and those of the inputs that share a scale with the first one."""
         code, form = self._code, self._form
-        kinds, scales, starts = (FLOAT, ir.IntType(32)), list[ir.Value](), list[ir.Value]()
+        kinds, scales, starts = (FLOAT, _WORD), list[ir.Value](), list[ir.Value]()
         for row in range(self._rows):
             place = code.add(code.udiv(first, INT(form.rounded)), INT(row * form.inputs // form.rounded))
             for index, (kind, found) in enumerate(zip(kinds, (scales, starts), strict=True)):
@@ -251,26 +224,21 @@ class _Tile:
         inputs = [code.at(pointer, code.mul(first, INT(2)), BYTE) for pointer in self._inputs]
 
         def add(index: ir.Value, integers: list[ir.Value]) -> list[ir.Value]:
-            packed = [_unsigned_bytes(code, form, part) for part in self._next_weights(code.add(first, index))]
-            for part in range(self._at_once // DOT):
+            packed = [_pairs(code, form, part) for part in self._next_weights(code.add(first, index))]
+            for pair in range(self._at_once // 2):
                 for row, pointer in enumerate(inputs):
-                    place = code.at(pointer, code.mul(code.add(index, INT(part * DOT)), INT(2)), BYTE)
-                    for low in (0, 1):
-                        byte = code.load(code.at(place, INT(low * DOT), BYTE), typ=_WORD, align=4)
-                        x = code.splat(byte, LANES)
-                        for total in range(row, len(sums), self._rows):
-                            own = low * len(sums) + total
-                            integers[own] = code.dot(integers[own], packed[total // self._rows][part], x)
+                    place = code.at(pointer, code.add(index, INT(2 * pair)), _HALF)
+                    x = code.bitcast(code.splat(code.load(place, typ=_WORD, align=4), LANES), _PAIRS)
+                    for total in range(row, len(sums), self._rows):
+                        integers[total] = code.dot(integers[total], packed[total // self._rows][pair], x)
             return integers
 
-        zeros = [ir.Constant(WORDS, [0] * LANES)] * len(sums)
-        integers = [*zeros, *(starts[total % self._rows] for total in range(len(sums)))]
+        integers = [starts[total % self._rows] for total in range(len(sums))]
         integers = code.repeat(INT(form.rounded), integers, add, step=self._at_once)
-        shift, totals = ir.Constant(WORDS, [8] * LANES), list[ir.Value]()
-        for total, (high, low) in enumerate(zip(integers[: len(sums)], integers[len(sums) :], strict=True)):
-            whole = code.sitofp(code.add(code.shl(high, shift), low), _FLOATS)
-            totals.append(code.multiply_add(whole, scales[total % self._rows], sums[total]))
-        return totals
+        return [
+            code.multiply_add(code.sitofp(found, _FLOATS), scales[total % self._rows], sums[total])
+            for total, found in enumerate(integers)
+        ]
 
     def _next_weights(self, index: ir.Value) -> list[ir.Value]:
         """The values of a word of inputs from `index` on, of each block. Later ones are prefetched."""
@@ -301,12 +269,6 @@ def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: i
     }
 
 
-def _blocks_of(code: Code, given: dict[str, ir.Value], item: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The first block of an item, and how many it has."""
-    first = code.mul(item, given["span"])
-    return first, code.smaller(code.sub(given["blocks"], first), given["span"])
-
-
 def _add_block_function(module: ir.Module, form: PackedForm) -> None:
     """block(arguments, item): the product of all rows with `span` blocks, several at once."""
     shapes = {
@@ -314,7 +276,8 @@ def _add_block_function(module: ir.Module, form: PackedForm) -> None:
         for blocks, most in tile_shapes(form).items()
     }
     code, given, item = item_function(module, "block", ARGUMENTS)
-    first, count = _blocks_of(code, given, item)
+    first = code.mul(item, given["span"])
+    count = code.smaller(code.sub(given["blocks"], first), given["span"])
     after = code.append_basic_block()
     for at_once, tiles in shapes.items():
 
@@ -368,95 +331,20 @@ def _compute_tiles(
     code.for_each(count_of_tiles, compute_tile)
 
 
-@cache
-def wide_function(form: PackedForm) -> int:
-    """The address of wide(arguments, item): like `block`, for so many rows that it pays to unpack values to memory
-    first. Rounding differs from that of `block`. sums: memory for a block of float32 values of each item.
-    """
-    module, plain = ir.Module("wide"), PackedForm("float32", form.inputs, has_bias=form.has_bias)
-    tiles = {rows: _Tile(module, plain, rows, 1, streams=False).write() for rows in range(1, most_rows(plain) + 1)}
-    code, given, item = item_function(module, "wide", ARGUMENTS)
-    memory = code.at(given["sums"], code.mul(item, INT(form.inputs * LANES)))
-    first, count = _blocks_of(code, given, item)
-
-    def compute(index: ir.Value) -> None:
-        own = _of_block(code, form, given, code.add(first, index))
-        _unpack_block(code, form, own, memory)
-        _compute_tiles(code, plain, tiles, own=own | {"values": memory, "groups": INT(1), "last": INT(0)}, at_once=1)
-
-    code.for_each(count, compute)
-    code.ret_void()
-    return compiled(module, optimizes=False)("wide")
-
-
-def _unpack_block(code: Code, form: PackedForm, own: dict[str, ir.Value], memory: ir.Value) -> None:
-    """Write the weights of a block as float32 (K, LANES)."""
-    factors = _scales_of_word() if form.kind == "uint4" else [1.0]
-    size = len(factors)
-
-    def unpack_group(group: ir.Value) -> None:
-        start = code.mul(group, INT(form.group))
-        scale, shift = _factors(code, form, own, code.mul(group, INT(LANES)))
-        scales = [code.fmul(scale, ir.Constant(_FLOATS, [factor] * LANES)) for factor in factors]
-
-        def unpack(index: ir.Value) -> None:
-            position = code.mul(code.add(start, index), INT(LANES))
-            offset = code.udiv(code.mul(position, INT(int(2 * _PACKED_BYTES[form.kind]))), INT(2))
-            packed = _packed(code, form, code.at(own["values"], offset, BYTE))
-            for each in range(size):
-                value = code.fmul(_unpacked(code, form, packed, each), scales[each])
-                value = code.fadd(value, shift) if form.adds_sums else value
-                code.store(value, code.at(memory, code.add(position, INT(each * LANES))), align=4)
-
-        code.for_each(INT(form.group), unpack, step=size)
-
-    code.for_each(own["groups"], unpack_group)
-
-
 def rounded_at_once(group: int) -> int:
-    """How many inputs of a group are rounded with one scale. 0 if the processor does not multiply bytes."""
-    fitting = (size for size in _ROUNDED_AT_ONCE if has_dot() and group % size == 0)
-    return next(fitting, 0)
+    """How many inputs of a group are rounded with one scale. 0 if their number is odd or twice an odd one."""
+    return next((size for size in _ROUNDED_AT_ONCE if group and group % size == 0), 0)
 
 
 def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
-    """prepare(arguments, row): the sums of each group of inputs, and inputs for values of 4 bits, or rounded ones."""
+    """prepare(arguments, row): the rounded inputs of a row, their scales and starts, and the sums of each group."""
     code, given, row = item_function(module, "prepare", ARGUMENTS)
-    if form.rounded:
-        _round_inputs(code, form, given, row)
-        return
-    inputs = code.mul(row, INT(form.inputs))
-    source, scaled = code.at(given["inputs"], inputs), code.at(given["x"], inputs)
-    sums = code.at(given["sums"], code.mul(row, given["groups"]))
-
-    def add(group: ir.Value) -> None:
-        start = code.at(source, code.mul(group, INT(form.group)))
-        x = code.load(start, typ=ir.VectorType(FLOAT, form.group), align=4)
-        code.store(code.total(x), code.at(sums, group), align=4)
-
-    def scale(index: ir.Value) -> None:
-        x = code.load(code.at(source, index), typ=ir.VectorType(FLOAT, IN_WORD), align=4)
-        code.store(code.fmul(x, ir.Constant(x.type, _scales_of_word())), code.at(scaled, index), align=4)
-
-    if form.adds_sums:
-        code.for_each(given["groups"], add)
-    if form.kind == "uint4":
-        code.for_each(INT(form.inputs), scale, step=IN_WORD)
-    code.ret_void()
-
-
-def _round_inputs(code: Code, form: PackedForm, given: dict[str, ir.Value], row: ir.Value) -> None:
-    """Write the rounded inputs of a row, their scales and starts, and the sums of each group."""
     size = form.rounded
-    floats_of, words_of, bytes_of = (ir.VectorType(kind, size) for kind in (FLOAT, _WORD, BYTE))
-    steps_of = (*range(0, IN_WORD, 2), *range(1, IN_WORD, 2)) if form.kind == "uint4" else range(DOT)
-    inputs = [first + each for first in range(0, size, form.in_word) for each in steps_of]
-    parts = [inputs[first : first + DOT] for first in range(0, size, DOT)]
-    places = [place + low for part in parts for low in (0, size) for place in part]
-    order = ir.Constant(ir.VectorType(_WORD, 2 * size), places)
-    eight = ir.Constant(words_of, [8] * size)
+    floats_of, words_of, halves_of = (ir.VectorType(kind, size) for kind in (FLOAT, _WORD, _HALF))
+    places = [first + each for first in range(0, size, form.in_word) for each in _order(form)]
+    order = ir.Constant(words_of, places)
     first = code.mul(row, INT(form.inputs))
-    source, out = code.at(given["inputs"], first), code.at(given["x"], code.mul(first, INT(2)), BYTE)
+    source, out = code.at(given["inputs"], first), code.at(given["x"], first, _HALF)
     steps = code.at(given["steps"], code.mul(row, INT(2 * form.inputs // size)))
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
@@ -469,10 +357,8 @@ def _round_inputs(code: Code, form: PackedForm, given: dict[str, ir.Value], row:
         inverse = code.fdiv(FLOAT(_LARGEST), code.maximum(largest, FLOAT(_LEAST)))
         rounded = code.fptosi(code.nearest(code.fmul(x, code.splat(inverse, size))), words_of)
         whole, place = code.integer_total(rounded), code.mul(code.udiv(start, INT(size)), INT(2))
-        low = code.trunc(rounded, bytes_of)
-        high = code.trunc(code.ashr(code.sub(rounded, code.sext(low, words_of)), eight), bytes_of)
-        both = code.shuffle_vector(high, low, order)
-        code.store(both, code.at(out, code.mul(start, INT(2)), BYTE), align=4)
+        rounded = code.trunc(code.shuffle_vector(rounded, rounded, order), halves_of)
+        code.store(rounded, code.at(out, start, _HALF), align=4)
         code.store(scale, code.at(steps, place), align=4)
         code.store(code.mul(whole, _WORD(form.start)), code.at(steps, code.add(place, INT(1))), align=4)
         return code.multiply_add(scale, code.sitofp(whole, FLOAT), total)
@@ -482,7 +368,7 @@ def _round_inputs(code: Code, form: PackedForm, given: dict[str, ir.Value], row:
         [total] = code.repeat(
             INT(form.group), [FLOAT(0.0)], lambda index, own: [round_step(code.add(start, index), own[0])], step=size
         )
-        if form.adds_sums:
+        if form.has_shifts:
             code.store(total, code.at(sums, group), align=4)
 
     code.for_each(given["groups"], round_group)
@@ -496,14 +382,11 @@ def _has_many_registers() -> bool:
 def tile_shapes(form: PackedForm) -> dict[int, int]:
     """The largest number of rows of a tile by its number of blocks, most blocks first. Its sums fit into the registers.
 
-    Several blocks give few rows enough sums for a processor to add to some while others are not ready. Values of 4 bits
-    do so with one block from 7 rows on, and need registers for unpacking. Rounded inputs need two sums for each.
+    Several blocks give few rows enough sums for a processor to add to some while others are not ready.
     """
-    if form.rounded:
-        return {2: 3, 1: 5} if _has_many_registers() else {1: 3}
-    if not _has_many_registers():
-        return {2: 2, 1: 6}
-    return {2: 6, 1: 12} if form.kind == "uint4" else {4: 3, 2: 12}
+    if form.rounded:  # weights that are unpacked need registers as well
+        return {2: 4, 1: 9} if _has_many_registers() else {2: 2, 1: 4}
+    return {4: 3, 2: 12} if _has_many_registers() else {2: 2, 1: 6}
 
 
 def most_rows(form: PackedForm) -> int:
@@ -523,7 +406,7 @@ def product_functions(form: PackedForm) -> tuple[int, int]:
     """The addresses of `block`, and of `prepare` or 0."""
     module = ir.Module("products")
     _add_block_function(module, form)
-    if form.is_prepared:
+    if form.rounded:
         _add_prepare_function(module, form)
     address = compiled(module, optimizes=False)
-    return address("block"), address("prepare") if form.is_prepared else 0
+    return address("block"), address("prepare") if form.rounded else 0
