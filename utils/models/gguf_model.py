@@ -177,8 +177,14 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
     form = UNPACKERS[kind]
     some = max(1, UNPACKED_BYTES // max(1, data.shape[1]))
-    first, *others = (_unpacked_rows(form, data[start : start + some]) for start in range(0, len(data), some))
-    return first.map(lambda *parts: torch.cat(parts), *others) if others else first
+    whole = None
+    for start in range(0, len(data), some):
+        piece = _unpacked_rows(form, data[start : start + some])
+        whole = whole or piece.map(lambda part: part.new_empty(len(data), part.shape[1]))
+        # Copied while it is in the processor's cache.
+        whole.map(lambda out, part, own=slice(start, start + some): out[own].copy_(part), piece)
+    assert whole is not None  # no tensor of a file is empty
+    return whole
 
 
 def _unpacked_rows(form: _Type, data: np.ndarray) -> BlockWeight:
