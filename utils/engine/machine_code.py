@@ -123,8 +123,8 @@ class Code(ir.IRBuilder):
     def dot(self, totals: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
         """totals + the products of two pairs of signed integers of 16 bits, in each of 16 lanes of 32 bits."""
         if (found := _pair_product()) is None:
-            for bits in (16, 0):
-                own = [self._low_halves(x, bits, totals.type) for x in (first, second)]
+            for bits in (0, 16):
+                own = (self._halves(x, bits, totals.type) for x in (first, second))
                 totals = self.add(totals, self.mul(*own))
             return totals
         name, lanes, adds = found
@@ -136,11 +136,10 @@ class Code(ir.IRBuilder):
             parts.append(self.add(product, total) if adds else product)
         return parts[0] if len(parts) == 1 else self.shuffle_vector(*parts, ir.Constant(totals.type, [*range(16)]))
 
-    def _low_halves(self, x: ir.Value, bits: int, kind: ir.Type) -> ir.Value:
-        """The lower halves of words, or after a shift to the left by no bits the upper ones, as integers of 32 bits."""
-        words = self.bitcast(x, kind)
-        left, right = (ir.Constant(kind, [count] * kind.count) for count in (bits, 16))
-        return self.ashr(self.shl(words, left), right)
+    def _halves(self, x: ir.Value, bits: int, kind: ir.Type) -> ir.Value:
+        """The halves of words from one bit on, as integers of 32 bits."""
+        moved = self.lshr(self.bitcast(x, kind), ir.Constant(kind, [bits] * kind.count))
+        return self.sext(self.trunc(moved, ir.VectorType(ir.IntType(16), kind.count)), kind)
 
     def _lanes(self, x: ir.Value, start: int, lanes: int) -> ir.Value:
         """Some of the 16 lanes of 32 bits of a vector, which may have two elements in each."""
