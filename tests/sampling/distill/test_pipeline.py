@@ -115,50 +115,40 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-# Processes that kill themselves while they write a file, after they have written so many of this kind. They are forks
-# of one program, which has imported everything and has no other thread.
+# A program that kills itself while it writes a file, after it has written so many of this kind.
 DYING = """
-import json, os, signal, sys
+import os, signal, sys
 import torch
 from sampling.distill import pages, pipeline, students, trainer
 from sampling.distill.__main__ import main
-def run(kind, left, flags):
-    module = {"generation": pages, "training": trainer}[kind]
-    save = module.save
-    def dying(*arguments, **options):
-        nonlocal left
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        return save(*arguments, **options)
-    module.save, pipeline.CHECKPOINT_SECONDS = dying, 0.0
-    students.training_dtype = lambda device: torch.float32
-    main(flags)
-for kind, left, flags in json.loads(sys.argv[1]):
-    if not (child := os.fork()):
-        run(kind, left, flags)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+kind, left = sys.argv[1], int(sys.argv[2])
+module = {"generation": pages, "training": trainer}[kind]
+save = module.save
+def dying(*arguments, **options):
+    global left
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return save(*arguments, **options)
+module.save, pipeline.CHECKPOINT_SECONDS = dying, 0.0
+students.training_dtype = lambda device: torch.float32
+main(sys.argv[3:])
 """
-KILLED = [("generation", 5, 0), ("training", 3, 3)]  # what is written, how many files, and the next step
 
 
-def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, capsys):
+@pytest.mark.parametrize(("kind", "written", "step"), [("generation", 5, 0), ("training", 3, 3)])
+def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, capsys, kind, written, step):
     """The page, or the steps since the last checkpoint. The rest gives the weights of an uninterrupted run."""
-    flags = ["--target", str(target), "--device", "cpu", *FLAGS.split(), "--out"]
-    runs = json.dumps([(kind, written, [*flags, str(tmp_path / kind)]) for kind, written, _ in KILLED])
-    command, alone = [sys.executable, "-c", DYING, runs], {"OMP_NUM_THREADS": "1"}
-    made = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True)
-    killed = str(-signal.SIGKILL.value)
-    assert [line for line in made.stdout.split() if line == killed] == [killed] * len(KILLED), made.stderr[-2000:]
-    for kind, written, step in KILLED:
-        out = tmp_path / kind
-        pages = len([*(out / "work").glob("*/page-*")])
-        assert pages == (written if kind == "generation" else 6) and not (out / "model.safetensors").exists()
-        assert main(["--out", str(out), "--resume", "--keep"]) == 0
-        assert (f"resuming at step {step} of" in message_of(capsys)) is (step > 0)
-        ours, theirs = weights(out), weights(finished)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    flags = ["--target", str(target), "--out", str(tmp_path), "--device", "cpu", *FLAGS.split()]
+    command = [sys.executable, "-c", DYING, kind, str(written), *flags]
+    killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    pages = len([*(tmp_path / "work").glob("*/page-*")])
+    assert pages == (written if kind == "generation" else 6) and not (tmp_path / "model.safetensors").exists()
+    assert main(["--out", str(tmp_path), "--resume", "--keep"]) == 0
+    assert (f"resuming at step {step} of" in message_of(capsys)) is (step > 0)
+    ours, theirs = weights(tmp_path), weights(finished)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_training_reduces_the_loss(target, tmp_path, monkeypatch):
