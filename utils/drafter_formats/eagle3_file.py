@@ -62,7 +62,8 @@ def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
     config = layer_like(target)
     parts = Parts(layer_count(target), config.hidden_size, fc_norm=True, norm_before_fc=False, head_norms=False)
     drafter = Eagle3(config, Conventions(layers), parts)
-    initialise(drafter, target)
+    initialise(drafter)
+    _read_features_as(target, drafter)
     return drafter
 
 
@@ -92,19 +93,23 @@ def layer_like(target: PreTrainedModel) -> LlamaConfig:
 
 
 @torch.no_grad()
-def initialise(drafter: Any, target: PreTrainedModel) -> None:
-    """Give a new drafter with `fc` and `norm` small random weights, and what helps at the start."""
+def initialise(drafter: Any) -> None:
+    """Give a new drafter with `fc` small random weights, and let the last feature pass through."""
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     size = drafter.config.hidden_size
-    # The last feature passes through, and the drafter's last norm reads it as the target's does.
     drafter.fc.weight[:, -size:] += torch.eye(size)
+
+
+@torch.no_grad()
+def _read_features_as(target: PreTrainedModel, drafter: Eagle3) -> None:
+    """Let the last norm of a new drafter, whose states begin with the features, read them as the target's does."""
     try:
         scale = getattr(final_norm(target), "weight", None)
     except UserError:  # it is not found
         return
-    if scale is not None and scale.shape == (size,):
+    if scale is not None and scale.shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(scale)
 
 

@@ -17,6 +17,8 @@ from sampling.distill.pages import Corpus
 from sampling.distill.students import Target, load_student, output_weight, token_counts
 from sampling.distill.trainer import Trainer
 from sampling.drafters.feature_sessions import feature_session
+from utils.drafter_formats.dspark_file import new_dspark
+from utils.drafter_formats.eagle3_file import new_eagle3
 
 FIXTURE = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators_blocks" / "dspark"
 SLOTS, PASSES = 5, ("--passes", "30", "--rate", "0.05")
@@ -32,6 +34,16 @@ def target(tmp_path_factory):
 def folder(target, tmp_path_factory):
     """A trained drafter with its work. Tests change only copies of it."""
     return trained(target, tmp_path_factory.mktemp("trained") / "out", "--kind", "block", "--keep", *PASSES)
+
+
+def test_a_new_drafter_does_not_magnify_its_own_tokens():
+    """Its states begin with the embedding, unlike those of the other kind, which begin with features of the target."""
+    model = tiny_llama(num_hidden_layers=4)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3.0)
+    block = new_dspark(model, (1, 2), slots=2, drafted=8, mask=0)
+    assert block.norm.weight.unique().tolist() == [1.0]
+    assert new_eagle3(model, (1, 2)).norm.weight.unique().tolist() == [3.0]
 
 
 def config_of(folder: Path) -> dict:
