@@ -17,7 +17,7 @@ import torch
 from drafter_checkpoints import HIDDEN, layer_keys
 from fakes import VOCABULARY, Screen, TinyPair, records_of, table_pair, tiny_pair
 from servers.decoding_server import DecodingServer, noisy_pair
-from servers.loopback_values import Answer, Faults
+from servers.loopback_values import Faults
 from servers.server_sessions import server_session
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -155,7 +155,7 @@ def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expe
     assert "decode steps of greedy texts" not in shown
 
 
-@pytest.mark.parametrize("gamma", [3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("gamma", [3, 5])
 def test_drafts_that_are_shorter_at_the_end_of_a_text_are_no_cliff(examined: Any, gamma: int) -> None:
     """Counters do not say where a draft ended, and the texts of a drafter that is always right end at the same one."""
     pair = TinyPair(**{**vars(noisy_pair()), "drafter": noisy_pair().target})
@@ -200,17 +200,9 @@ def test_a_sound_eagle_server_is_called_sound(examined: Any) -> None:
     assert "Sound: drafts are accepted as expected" in shown
 
 
-class SlowServer(DecodingServer):
-    """A server that is slow in greedy texts of prompts in this program's template, whose speed is compared."""
-
-    def answer(self, body: Any) -> Answer:
-        is_slow = body.get("temperature") == 0 and "messages" not in body
-        self.faults = Faults(chunk_delay=3 * PACE.chunk_delay if is_slow else 0)
-        return super().answer(body)
-
-
 def test_a_sound_server_that_is_slow_gets_the_cost_of_a_round(examined: Any) -> None:
-    shown, findings = examined(SlowServer(pair=noisy_pair()), baseline="plain")
+    slow = DecodingServer(pair=noisy_pair(), faults=Faults(chunk_delay=3 * PACE.chunk_delay))
+    shown, findings = examined(slow, baseline="plain")
     assert {row["cause"] for row in findings} == {"sound, but slow"}, shown
     assert "as fast as plain would be called slow with a probability of at most 1%" in shown
     found = re.search(r"other reasons: (\S+)x \(.* the speed of plain with (\S+) tokens .* costs (\S+) decode", shown)

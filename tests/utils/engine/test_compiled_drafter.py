@@ -67,14 +67,8 @@ def _graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", OnCpu)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=() if row == index % 2 else pytest.mark.full)
-        for row, kind in enumerate(ENGINES)
-        for index, name in enumerate(DRAFTERS)
-    ],
-)
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind", ENGINES)
 def test_drafts_are_those_of_the_modules(tmp_path: Path, name: str, kind: str) -> None:
     target = tiny_llama(num_hidden_layers=6)
     drafter, features = drafter_of(tmp_path, target, name), hidden_states(target, READ)
