@@ -67,7 +67,8 @@ def new_dspark(target: PreTrainedModel, layers: tuple[int, ...], *, slots: int, 
     layer.vocab_size = size
     drafter = DFlash(layer, checkpoint, target)
     drafter.rotary = LlamaRotaryEmbedding(layer)
-    # The final norm stays as it is: states begin with the embedding, which the target's would magnify to its own token.
+    # The final norm is not the target's. States begin with the embedding, and that norm would magnify it until the
+    # drafter predicts its own input.
     initialise(drafter)
     return drafter
 

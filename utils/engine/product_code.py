@@ -6,8 +6,8 @@ sum is formed in the order of the inputs: its bits depend neither on the number 
 The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
 Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
 
-Inputs that meet small integers are rounded to 16 bits, with a scale for up to 64 of them, because processors multiply
-pairs of such integers and add the products in one or two instructions. Sums of integers are exact.
+For weights that are small integers, inputs are rounded to 16 bits, with a scale for up to 64 of them, because
+processors multiply pairs of such integers and add the products in one or two instructions. Sums of integers are exact.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _WORD, _HALF = ir.IntType(32), ir.IntType(16)
 _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
-_LEAST = 1e-30  # inputs of a group without larger ones may become zero
+_LEAST = 1e-30  # if no input of a group is larger, they become zero
 _PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
 _TILE_ARGUMENTS = {
@@ -86,7 +86,7 @@ class PackedForm:
 
     @property
     def start(self) -> int:
-        """What is added to values as products read them, which are not negative."""
+        """What must be added to the unsigned values that products read."""
         return self.offset - (128 if self.kind == "int8" else 0)
 
     def prepared(self, rows: int) -> list[int]:

@@ -124,7 +124,7 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
     assert texts == [*every, prefill, *few, prefill]
 
 
-@pytest.mark.parametrize("most", [3, 5, 6, 12])  # rows of a tile, by processor
+@pytest.mark.parametrize("most", [4, 6, 9, 12])  # rows of a tile, by processor
 def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tiles that follow each other, and as the last one."""
     monkeypatch.setattr(compiled_products, "most_rows", lambda form: most)
