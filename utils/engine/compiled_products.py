@@ -87,13 +87,13 @@ class CompiledKernel:
     def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
         self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         self._scales = self._shifts = None
-        self._bits = offset = 0
+        self._bits = offset = rounded = 0
         if any(isinstance(weight, BlockWeight) and not rounded_at_once(weight.group) for weight in weights):
             weights = [weight.dense() if isinstance(weight, BlockWeight) else weight for weight in weights]
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         if blocks:
             first, values = blocks[0], [block.values for block in blocks]
-            self._bits, group, offset = first.bits, first.group, first.offset
+            self._bits, group, offset, rounded = first.bits, first.group, first.offset, rounded_at_once(first.group)
             unsigned = "uint4" if first.bits <= 4 and group % IN_WORD["uint4"] == 0 else "uint8"
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
             if kind != "uint4":
@@ -104,14 +104,14 @@ class CompiledKernel:
         else:
             tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
             values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
-            kind, group = str(values[0].dtype).removeprefix("torch."), 0
+            kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None
-        self.form = PackedForm(kind, self.inputs, group, scales, offset, has_shifts, has_bias)
+        self.form = PackedForm(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias)
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
-        self._groups = self.inputs // group if group else 1
+        self._groups = self.inputs // group
         self._block, self._prepare = product_functions(self.form)
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
@@ -140,11 +140,14 @@ class CompiledKernel:
 
     def scratch_size(self, rows: int) -> int:
         """Values that products with up to so many rows write on the way: prepared inputs."""
-        return sum(self.form.prepared(rows))
+        return sum(self._prepared(rows))
+
+    def _prepared(self, rows: int) -> list[int]:
+        return self.form.prepared(rows * self.inputs, rows * self._groups)
 
     def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
         """What is in scratch memory, and where prepared inputs are, which may be x itself."""
-        sizes = self.form.prepared(rows)
+        sizes = self._prepared(rows)
         parts = dict(zip(PREPARED, scratch[: sum(sizes)].split(sizes), strict=True))
         return parts if sizes[0] else parts | {"x": x}
 
@@ -165,6 +168,8 @@ class CompiledKernel:
             bias=self._bias,
             out=out,
             out_stride=stride,
+            length=self.inputs,
+            group=self.inputs // self._groups,
             groups=self._groups,
             blocks=blocks,
             rows=rows,
@@ -185,8 +190,8 @@ class CompiledKernel:
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()
-        shifts, form = None if self._shifts is None else self._in_rows(self._shifts), self.form
-        return BlockWeight(rows, self._in_rows(self._scales), shifts, form.group, self._bits, form.offset).dense()
+        shifts, group = None if self._shifts is None else self._in_rows(self._shifts), self.inputs // self._groups
+        return BlockWeight(rows, self._in_rows(self._scales), shifts, group, self._bits, self.form.offset).dense()
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)

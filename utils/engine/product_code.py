@@ -33,7 +33,7 @@ _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WO
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
-_PACKED_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "uint8": 1.0, "uint4": 0.5}  # of a value
+_PACKED_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
 _TILE_ARGUMENTS = {
     "x": POINTER,  # (rows, K), prepared for the form
@@ -45,6 +45,8 @@ _TILE_ARGUMENTS = {
     "sums": POINTER,  # of the inputs of each group: (rows, K / group)
     "out": POINTER,
     "out_stride": INT,
+    "length": INT,  # K
+    "group": INT,  # inputs with one scale, K without scales
     "groups": INT,
     "last": INT,  # the last block that there is. A tile with more blocks computes it several times
     "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
@@ -57,22 +59,18 @@ IN_WORD = {"uint4": 8, "int8": 4, "uint8": 4}  # values of adjacent inputs that 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """How values are stored. kind: a key of _PACKED_BYTES. inputs: K. group: inputs that share a scale, 0 without
-    scales. scales: the number format of scales and shifts. offset: as in BlockWeight.
+    """How values are stored. kind: a key of _PACKED_BITS. rounded: inputs that are rounded with one scale, 0 if they
+    stay floats. is_group: whether they are all inputs whose weights share a scale. scales: the number format of scales
+    and shifts. offset: as in BlockWeight.
     """
 
     kind: str
-    inputs: int
-    group: int = 0
+    rounded: int = 0
+    is_group: bool = False
     scales: str = "float32"
     offset: int = 0
     has_shifts: bool = False
     has_bias: bool = False
-
-    @property
-    def rounded(self) -> int:
-        """Inputs that are rounded with one scale, 0 if they stay floats."""
-        return rounded_at_once(self.group)
 
     @property
     def x_bytes(self) -> int:
@@ -89,12 +87,14 @@ class PackedForm:
         """What must be added to the unsigned values that products read."""
         return self.offset - (128 if self.kind == "int8" else 0)
 
-    def prepared(self, rows: int) -> list[int]:
-        """Sizes of what is prepared for so many rows, in values of 4 bytes, in the order of PREPARED."""
-        if not self.rounded:
-            return [0, 0, 0]
-        sums = rows * self.inputs // self.group if self.has_shifts else 0
-        return [rows * self.inputs // 2, 2 * rows * self.inputs // self.rounded, sums]
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's values of one input."""
+        return LANES * _PACKED_BITS[self.kind] // 8
+
+    def prepared(self, inputs: int, groups: int) -> list[int]:
+        """Sizes of what is prepared for so many inputs in groups, in values of 4 bytes, in the order of PREPARED."""
+        return [inputs // 2, 2 * inputs // self.rounded, groups * self.has_shifts] if self.rounded else [0, 0, 0]
 
 
 def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
@@ -154,15 +154,20 @@ class _Tile:
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
         self._blocks = [_of_block(self._code, form, self._given, place) for place in places]
-        width = form.x_bytes * form.inputs
-        self._inputs = [self._code.at(self._given["x"], INT(row * width), BYTE) for row in range(rows)]
+        self._block_bytes = _block_bytes(self._code, form, self._given)
+        self._inputs = self._of_rows("x", _x_bytes(self._code, form, self._given["length"]))
+        self._steps = self._of_rows("steps", _step_bytes(self._code, form, self._given["length"]))
         self._zeros = [_ZERO] * (rows * blocks)
-        self._size, self._at_once = form.group or form.inputs, form.in_word
-        self._stride = int(LANES * self._at_once * _PACKED_BYTES[form.kind])  # bytes from one step to the next
+        self._at_once = form.in_word
+
+    def _of_rows(self, name: str, size: ir.Value) -> list[ir.Value]:
+        """The pointers of all rows to a part with so many bytes in each row."""
+        code = self._code
+        return [code.at(self._given[name], code.mul(size, INT(row)), BYTE) for row in range(self._rows)]
 
     def write(self) -> ir.Function:
         code, groups = self._code, self._given["groups"]
-        totals = code.repeat(groups, self._zeros, self._add_group) if self._form.group else self._group_sums(INT(0))
+        totals = code.repeat(groups, self._zeros, self._add_group) if self._form.rounded else self._sums_of_floats()
         for place, total in enumerate(totals):
             own, row = self._blocks[place // self._rows], place % self._rows
             total = code.fadd(total, _vector(code, own["bias"], FLOAT)) if self._form.has_bias else total
@@ -185,42 +190,40 @@ class _Tile:
 
     def _group_sums(self, group: ir.Value) -> list[ir.Value]:
         """The sums of a group of inputs."""
-        code, form = self._code, self._form
-        first = code.mul(group, INT(self._size))
-        if not form.rounded:
-            return self._sums_of_floats(first)
-        if form.rounded == self._size:
+        code, size = self._code, self._given["group"]
+        first = code.mul(group, size)
+        if self._form.is_group:
             return self._sums_of_integers(first, self._zeros)
         return code.repeat(
-            INT(self._size),
+            size,
             self._zeros,
             lambda index, sums: self._sums_of_integers(code.add(first, index), sums),
-            step=form.rounded,
+            step=self._form.rounded,
         )
 
-    def _sums_of_floats(self, first: ir.Value) -> list[ir.Value]:
-        """The sums of a group of inputs from the first one on."""
-        code, inputs = self._code, [self._code.at(pointer, first, FLOAT) for pointer in self._inputs]
+    def _sums_of_floats(self) -> list[ir.Value]:
+        """The sums of all inputs."""
+        code = self._code
 
         def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            values = self._next_weights(code.add(first, index))
-            for row, pointer in enumerate(inputs):
+            values = self._next_weights(index)
+            for row, pointer in enumerate(self._inputs):
                 x = code.splat(code.load(code.at(pointer, index), typ=FLOAT, align=4), LANES)
                 for place in range(row, len(sums), self._rows):
                     sums[place] = code.multiply_add(x, values[place // self._rows], sums[place])
             return sums
 
-        return code.repeat(INT(self._size), self._zeros, add)
+        return code.repeat(self._given["length"], self._zeros, add)
 
     def _sums_of_integers(self, first: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         """The sums, and those of the inputs that share a scale with the first one."""
         code, form = self._code, self._form
-        kinds, scales, starts = (FLOAT, _WORD), list[ir.Value](), list[ir.Value]()
-        for row in range(self._rows):
-            place = code.add(code.udiv(first, INT(form.rounded)), INT(row * form.inputs // form.rounded))
-            for index, (kind, found) in enumerate(zip(kinds, (scales, starts), strict=True)):
-                pointer = code.at(self._given["steps"], code.add(code.mul(place, INT(2)), INT(index)))
-                found.append(code.splat(code.load(pointer, typ=kind, align=4), LANES))
+        scales, starts = list[ir.Value](), list[ir.Value]()
+        place = code.mul(code.udiv(first, INT(form.rounded)), INT(2))
+        for pointer in self._steps:
+            for index, kind, found in ((0, FLOAT, scales), (1, _WORD, starts)):
+                part = code.at(pointer, code.add(place, INT(index)))
+                found.append(code.splat(code.load(part, typ=kind, align=4), LANES))
         inputs = [code.at(pointer, code.mul(first, INT(2)), BYTE) for pointer in self._inputs]
 
         def add(index: ir.Value, integers: list[ir.Value]) -> list[ir.Value]:
@@ -243,22 +246,32 @@ class _Tile:
     def _next_weights(self, index: ir.Value) -> list[ir.Value]:
         """The values of a word of inputs from `index` on, of each block. Later ones are prefetched."""
         code = self._code
-        place = code.mul(code.udiv(index, INT(self._at_once)), INT(self._stride))
+        place = code.mul(index, INT(self._form.block_bytes))
         if self._streams:
             ahead = code.at(self._given["ahead"], code.lshr(place, self._given["share"]), BYTE)
             for block in range(len(self._blocks)):
-                code.prefetch(code.at(ahead, INT(block * _block_bytes(self._form)), BYTE))
+                code.prefetch(code.at(ahead, code.mul(self._block_bytes, INT(block)), BYTE))
         return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
 
 
-def _block_bytes(form: PackedForm) -> int:
-    return int(LANES * form.inputs * _PACKED_BYTES[form.kind])
+def _block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir.Value:
+    return code.mul(given["length"], INT(form.block_bytes))
+
+
+def _x_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
+    """Bytes of so many inputs as products read them."""
+    return code.mul(inputs, INT(form.x_bytes))
+
+
+def _step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
+    """Bytes of the scales and starts of so many rounded inputs."""
+    return code.udiv(code.mul(inputs, INT(8)), INT(form.rounded or 8))
 
 
 def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
-    values = code.mul(block, INT(_block_bytes(form)))
+    values = code.mul(block, _block_bytes(code, form, given))
     kind = FLOAT if form.scales == "float32" else ir.IntType(16)
     return given | {
         "values": code.at(given["values"], values, BYTE),
@@ -301,19 +314,20 @@ def _compute_tiles(
 
     count_of_tiles = code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"])
     # While blocks are computed, the next ones are brought from memory: by each tile of rows a part.
-    size = _block_bytes(form)
+    size = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = min(size, _near_bytes(form.kind) or size)
-    next_block = code.at(own["values"], code.select(is_one, INT(near), INT(size * at_once)), BYTE)
+    near = code.smaller(size, INT(_near_bytes(form.kind))) if _near_bytes(form.kind) else size
+    next_block = code.at(own["values"], code.select(is_one, near, code.mul(size, INT(at_once))), BYTE)
 
     def compute_tile(index: ir.Value) -> None:
         first = code.mul(index, own["tile"])
+        before = code.mul(first, own["length"])
         part = own | {
-            "ahead": code.at(next_block, code.mul(index, code.lshr(INT(size), share)), BYTE),
+            "ahead": code.at(next_block, code.mul(index, code.lshr(size, share)), BYTE),
             "share": share,
-            "x": code.at(own["x"], code.mul(first, INT(form.x_bytes * form.inputs)), BYTE),
-            "steps": code.at(own["steps"], code.mul(first, INT(2 * form.inputs // (form.rounded or form.inputs)))),
+            "x": code.at(own["x"], _x_bytes(code, form, before), BYTE),
+            "steps": code.at(own["steps"], _step_bytes(code, form, before), BYTE),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
@@ -343,9 +357,9 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     floats_of, words_of, halves_of = (ir.VectorType(kind, size) for kind in (FLOAT, _WORD, _HALF))
     places = [first + each for first in range(0, size, form.in_word) for each in _order(form)]
     order = ir.Constant(words_of, places)
-    first = code.mul(row, INT(form.inputs))
+    first = code.mul(row, given["length"])
     source, out = code.at(given["inputs"], first), code.at(given["x"], first, _HALF)
-    steps = code.at(given["steps"], code.mul(row, INT(2 * form.inputs // size)))
+    steps = code.at(given["steps"], _step_bytes(code, form, first), BYTE)
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
     def round_step(start: ir.Value, total: ir.Value) -> ir.Value:
@@ -364,9 +378,9 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
         return code.multiply_add(scale, code.sitofp(whole, FLOAT), total)
 
     def round_group(group: ir.Value) -> None:
-        start = code.mul(group, INT(form.group))
+        start = code.mul(group, given["group"])
         [total] = code.repeat(
-            INT(form.group), [FLOAT(0.0)], lambda index, own: [round_step(code.add(start, index), own[0])], step=size
+            given["group"], [FLOAT(0.0)], lambda index, own: [round_step(code.add(start, index), own[0])], step=size
         )
         if form.has_shifts:
             code.store(total, code.at(sums, group), align=4)

@@ -205,6 +205,15 @@ def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
     assert torch.equal(found, expected) and bool(((found - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
+@pytest.mark.parametrize("round_weight", [round_int8, lambda weight: weight])
+def test_weights_of_another_shape_need_no_new_code(round_weight: Callable[[Tensor], Any]) -> None:
+    """Compiling takes longer than packing, and models have weights of many shapes."""
+    CompiledKernel([round_weight(torch.randn(32, 128))], None)
+    before = product_code.product_functions.cache_info().misses
+    CompiledKernel([round_weight(torch.randn(48, 256))], None)
+    assert product_code.product_functions.cache_info().misses == before
+
+
 def test_inputs_of_any_shape_and_stride() -> None:
     torch.manual_seed(1)
     kernel, x = CompiledKernel([torch.randn(20, 24)], None), torch.randn(2, 3, 5, 24)
