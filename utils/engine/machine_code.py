@@ -155,10 +155,6 @@ class Code(ir.IRBuilder):
     def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
         return self.select(self.fcmp_ordered(">", first, second), first, second)
 
-    def least(self, x: ir.Value) -> ir.Value:
-        """The smallest value of a vector of numbers."""
-        return self._intrinsic(f"vector.reduce.fmin.v{x.type.count}f32", FLOAT, [x], ("nnan",))
-
     def largest(self, x: ir.Value) -> ir.Value:
         """The largest value of a vector of numbers."""
         return self._intrinsic(f"vector.reduce.fmax.v{x.type.count}f32", FLOAT, [x], ("nnan",))

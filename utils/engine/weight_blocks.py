@@ -6,12 +6,13 @@ GGUF files are read by `utils.models.gguf_model`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from llvmlite import ir
 from torch import Tensor
+from torch.nn.functional import pad
 
 from utils.engine.machine_code import (
     BYTE,
@@ -27,7 +28,8 @@ from utils.engine.machine_code import (
 )
 
 INT4_GROUP = 32
-_LANES = 16  # weights that round_int8 reads at once
+_LANES = 16  # weights that round_int8 reads at once, and groups that round_int4 rounds at once
+_ITEM = 64  # times as many groups are an item
 _TINY = torch.finfo(torch.float32).tiny
 _RANGES = (1.0, 0.93, 0.86)  # of a group, that round_int4 tries
 
@@ -113,22 +115,30 @@ def round_int4(weight: Tensor) -> BlockWeight:
     """
     if weight.shape[1] % INT4_GROUP:
         raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {INT4_GROUP}")
-    rows = _readable(weight)
-    values = torch.empty(rows.shape, dtype=torch.uint8)
-    scales, middles = torch.empty(2, len(rows), rows.shape[1] // INT4_GROUP, dtype=torch.bfloat16)
-    arguments = words(_ROUND, rows=rows, values=values, scales=scales, middles=middles, inputs=rows.shape[1])
-    WORKERS.run(*job_list([(_int4_function(rows.dtype), arguments, len(rows))]))
-    values, scales, middles = (part.to(weight.device) for part in (values, scales, middles))
+    groups = _readable(weight).unflatten(1, (-1, INT4_GROUP)).flatten(0, 1)
+    count, groups = len(groups), pad(groups, (0, 0, 0, max(0, _LANES - len(groups))))
+    values = torch.empty(groups.shape, dtype=torch.uint8)
+    scales, middles = torch.empty(2, len(groups), dtype=torch.bfloat16)
+    arguments = words(_ROUND_GROUPS, rows=groups, values=values, scales=scales, middles=middles, groups=len(groups))
+    WORKERS.run(*job_list([(_int4_function(groups.dtype), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
+    values, scales, middles = (
+        part[:count].view(len(weight), -1).to(weight.device) for part in (values, scales, middles)
+    )
     return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
 
 _BITS, _HALF = ir.IntType(32), ir.IntType(16)
-_ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "inputs": INT}
+_ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "inputs": INT}
+_ROUND_GROUPS = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "groups": INT}
+
+
+def _stored(dtype: torch.dtype) -> ir.Type:
+    return FLOAT if dtype == torch.float32 else _HALF
 
 
 def _floats(code: Code, rows: ir.Value, index: ir.Value, *, dtype: torch.dtype, lanes: int) -> ir.Value:
     """Weights in float32 or bfloat16 from one on, as a vector of float32."""
-    stored = FLOAT if dtype == torch.float32 else _HALF
+    stored = _stored(dtype)
     weights = code.load(code.at(rows, index, stored), typ=ir.VectorType(stored, lanes), align=2)
     return weights if dtype == torch.float32 else code.widened(weights)
 
@@ -176,82 +186,144 @@ def _int8_function(dtype: torch.dtype) -> int:
 
 @cache
 def _int4_function(dtype: torch.dtype) -> int:
-    """The address of round(arguments, row) for weights in float32 or bfloat16."""
-    module = ir.Module("rounding")
-    code, given, row = item_function(module, "round", _ROUND)
-    groups = code.udiv(given["inputs"], INT(INT4_GROUP))
-    first = code.mul(row, groups)
+    """The address of round(arguments, item) for weights in float32 or bfloat16. An item is _LANES * _ITEM groups."""
+    code, given, item = item_function(ir.Module("rounding"), "round", _ROUND_GROUPS)
+    memory = code.alloca(_GROUPS, INT4_GROUP)
+    start, last = code.mul(item, INT(_LANES * _ITEM)), code.sub(given["groups"], INT(_LANES))
+    count = code.smaller(code.sub(given["groups"], start), INT(_LANES * _ITEM))
 
-    def round_group(index: ir.Value) -> None:
-        group = code.add(first, index)
-        start = code.mul(group, INT(INT4_GROUP))
-        weights = _floats(code, given["rows"], start, dtype=dtype, lanes=INT4_GROUP)
-        values, scale, middle = _Group(code, weights).rounded()
-        values = code.fptoui(values, ir.VectorType(BYTE, INT4_GROUP))
-        code.store(values, code.at(given["values"], start, BYTE), align=1)
-        for name, factor in (("scales", scale), ("middles", middle)):
-            bits = code.trunc(code.lshr(code.bitcast(factor, _BITS), _BITS(16)), _HALF)
-            code.store(bits, code.at(given[name], group, _HALF), align=2)
+    def round_groups(index: ir.Value) -> None:
+        first = code.smaller(code.add(start, index), last)  # some of the last groups are rounded twice
+        groups = _Groups(code, memory)
+        groups.read(code.at(given["rows"], code.mul(first, INT(INT4_GROUP)), _stored(dtype)), dtype)
+        scale, middle = groups.best()
+        groups.write(code.at(given["values"], code.mul(first, INT(INT4_GROUP)), BYTE), scale, middle)
+        for name, factors in (("scales", scale), ("middles", middle)):
+            bits = code.lshr(code.bitcast(factors, ir.VectorType(_BITS, _LANES)), _all(_BITS, 16))
+            code.store(code.trunc(bits, ir.VectorType(_HALF, _LANES)), code.at(given[name], first, _HALF), align=2)
 
-    code.for_each(groups, round_group)
+    code.for_each(count, round_groups, step=_LANES)
     code.ret_void()
-    return compiled(module)("round")
+    return compiled(code.module, optimizes=False)("round")
+
+
+def _all(kind: ir.Type, value: float) -> ir.Value:
+    return ir.Constant(ir.VectorType(kind, _LANES), [value] * _LANES)
 
 
 def _bfloat16(code: Code, value: ir.Value) -> ir.Value:
-    """The nearest value of bfloat16, the even one of two."""
-    bits = code.bitcast(value, _BITS)
-    up = code.add(_BITS(0x7FFF), code.and_(code.lshr(bits, _BITS(16)), _BITS(1)))
-    return code.bitcast(code.and_(code.add(bits, up), _BITS(0xFFFF0000)), FLOAT)
+    """The nearest value of bfloat16, the even one of two. Of a float or a vector of _LANES."""
+    kind, constant = (_BITS, _BITS) if value.type is FLOAT else (ir.VectorType(_BITS, _LANES), partial(_all, _BITS))
+    bits = code.bitcast(value, kind)
+    up = code.add(constant(0x7FFF), code.and_(code.lshr(bits, constant(16)), constant(1)))
+    return code.bitcast(code.and_(code.add(bits, up), constant(0xFFFF0000)), value.type)
 
 
-class _Group:
-    """Instructions that round the weights of a group, a vector."""
+def _transposed(code: Code, rows: Sequence[ir.Value]) -> list[ir.Value]:
+    """The columns of _LANES vectors of _LANES values."""
+    places = [[lane // 2 + half * _LANES // 2 + lane % 2 * _LANES for lane in range(_LANES)] for half in range(2)]
+    orders = [ir.Constant(ir.VectorType(_BITS, _LANES), own) for own in places]
+    for _ in range(_LANES.bit_length() - 1):
+        pairs = zip(rows[: _LANES // 2], rows[_LANES // 2 :], strict=True)
+        rows = [code.shuffle_vector(*pair, order) for pair in pairs for order in orders]
+    return [*rows]
 
-    def __init__(self, code: Code, weights: ir.Value) -> None:
-        self._code, self._weights = code, weights
 
-    def rounded(self) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The integers, as floats, and their scale and middle."""
+_GROUPS = ir.VectorType(FLOAT, _LANES)  # a value of each group
+
+
+class _Groups:
+    """Instructions that round _LANES groups, of which each has a lane. memory: for INT4_GROUP weights of each."""
+
+    def __init__(self, code: Code, memory: ir.Value) -> None:
+        self._code, self._memory = code, memory
+
+    def read(self, source: ir.Value, dtype: torch.dtype) -> None:
+        """Bring the weights of each group, which lie beside each other, into its lane."""
         code = self._code
-        low, high = code.least(self._weights), code.largest(self._weights)
-        span, centre = code.fsub(high, low), code.fmul(code.fadd(low, high), FLOAT(0.5))
-        best = self._fitted(code.fdiv(span, FLOAT(15.0)), low)
+        for start in range(0, INT4_GROUP, _LANES):
+            places = (INT(group * INT4_GROUP + start) for group in range(_LANES))
+            rows = [_floats(code, source, place, dtype=dtype, lanes=_LANES) for place in places]
+            for index, weights in enumerate(_transposed(code, rows), start=start):
+                code.store(weights, code.at(self._memory, INT(index), _GROUPS), align=64)
+
+    def best(self) -> tuple[ir.Value, ir.Value]:
+        """The scales and middles."""
+        code, first = self._code, self._weights(INT(0))
+
+        def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
+            weights, (low, high, total) = self._weights(index), found
+            low = code.select(code.fcmp_ordered("<", weights, low), weights, low)
+            return [low, code.maximum(weights, high), code.fadd(total, weights)]
+
+        low, high, total = code.repeat(INT(INT4_GROUP), [first, first, _all(FLOAT, 0.0)], compare)
+        span, centre = code.fsub(high, low), code.fmul(code.fadd(low, high), _all(FLOAT, 0.5))
+        best = self._fitted(code.fmul(span, _all(FLOAT, 1 / 15)), low)
         for part in _RANGES:
-            width = code.fmul(span, FLOAT(part))
-            start = code.fsub(centre, code.fmul(width, FLOAT(0.5)))
-            values = self._integers(code.fdiv(width, FLOAT(15.0)), start)
-            other = self._fitted(*self._least_squares(values))
-            better = code.fcmp_ordered("<", other[3], best[3])
+            scale = code.fmul(span, _all(FLOAT, part / 15))
+            start = code.fsub(centre, code.fmul(scale, _all(FLOAT, 7.5)))
+            other = self._fitted(*self._least_squares(scale, start, centre, total))
+            better = code.fcmp_ordered("<", other[2], best[2])
             best = [code.select(better, new, old) for new, old in zip(other, best, strict=True)]
-        return best[0], best[1], best[2]
+        return best[0], best[1]
+
+    def write(self, target: ir.Value, scale: ir.Value, middle: ir.Value) -> None:
+        """Store the integers of each group beside each other."""
+        code, (inverse, minimum) = self._code, self._line(scale, middle)
+        for start in range(0, INT4_GROUP, _LANES):
+            columns = [self._integers(INT(start + index), inverse, minimum) for index in range(_LANES)]
+            for group, row in enumerate(_transposed(code, columns)):
+                values = code.fptoui(row, ir.VectorType(BYTE, _LANES))
+                code.store(values, code.at(target, INT(group * INT4_GROUP + start), BYTE), align=1)
 
     def _fitted(self, scale: ir.Value, minimum: ir.Value) -> list[ir.Value]:
-        """Integers, the representable scale and middle next to these, and the squared error."""
+        """The representable scales and middles next to these, and the squared errors."""
         code = self._code
-        scale = _bfloat16(code, code.maximum(scale, FLOAT(_TINY)))
-        middle = _bfloat16(code, code.fadd(minimum, code.fmul(scale, FLOAT(8.0))))
-        minimum = code.fsub(middle, code.fmul(scale, FLOAT(8.0)))
-        values = self._integers(scale, minimum)
-        rounded = code.fadd(code.fmul(values, self._all(scale)), self._all(minimum))
-        errors = code.fsub(rounded, self._weights)
-        return [values, scale, middle, code.total(code.fmul(errors, errors))]
+        scale = _bfloat16(code, code.maximum(scale, _all(FLOAT, _TINY)))
+        middle = _bfloat16(code, code.multiply_add(scale, _all(FLOAT, 8.0), minimum))
+        inverse, minimum = self._line(scale, middle)
 
-    def _integers(self, scale: ir.Value, minimum: ir.Value) -> ir.Value:
-        code = self._code
-        scale = code.maximum(scale, FLOAT(_TINY))
-        values = code.nearest(code.fdiv(code.fsub(self._weights, self._all(minimum)), self._all(scale)))
-        values = code.maximum(values, self._all(FLOAT(0.0)))
-        return code.select(code.fcmp_ordered("<", values, self._all(FLOAT(15.0))), values, self._all(FLOAT(15.0)))
+        def add_error(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
+            rounded = code.multiply_add(self._integers(index, inverse, minimum), scale, minimum)
+            error = code.fsub(rounded, self._weights(index))
+            return [code.multiply_add(error, error, found[0])]
 
-    def _least_squares(self, values: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The scale and minimum with which values * scale + minimum is closest to the weights."""
-        code, share = self._code, FLOAT(1.0 / INT4_GROUP)
-        middle, mean = (code.fmul(code.total(each), share) for each in (values, self._weights))
-        centred = code.fsub(values, self._all(middle))
-        spread = code.maximum(code.total(code.fmul(centred, centred)), FLOAT(1.0))  # zero only for constant groups
-        scale = code.fdiv(code.total(code.fmul(centred, self._weights)), spread)
+        return [scale, middle, *code.repeat(INT(INT4_GROUP), [_all(FLOAT, 0.0)], add_error)]
+
+    def _least_squares(
+        self, scale: ir.Value, minimum: ir.Value, centre: ir.Value, total: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """The scales and minima with which the integers of these are closest to the weights, whose sum is `total`."""
+        code, share, zero = self._code, _all(FLOAT, 1 / INT4_GROUP), _all(FLOAT, 0.0)
+        inverse = self._inverse(scale)
+
+        def add(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
+            values, (whole, squares, products) = self._integers(index, inverse, minimum), found
+            weights = code.fsub(self._weights(index), centre)
+            products = code.multiply_add(values, weights, products)
+            return [code.fadd(whole, values), code.multiply_add(values, values, squares), products]
+
+        whole, squares, products = code.repeat(INT(INT4_GROUP), [zero] * 3, add)
+        middle, mean = code.fmul(whole, share), code.fmul(total, share)
+        # Sums of squares and products less those of means. The spread is zero only for constant groups.
+        spread = code.maximum(code.fsub(squares, code.fmul(whole, middle)), _all(FLOAT, 1.0))
+        moved = code.fsub(total, code.fmul(centre, _all(FLOAT, INT4_GROUP)))
+        scale = code.fdiv(code.fsub(products, code.fmul(middle, moved)), spread)
         return scale, code.fsub(mean, code.fmul(scale, middle))
 
-    def _all(self, value: ir.Value) -> ir.Value:
-        return self._code.splat(value, INT4_GROUP)
+    def _line(self, scale: ir.Value, middle: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The inverse scales and the minima."""
+        return self._inverse(scale), self._code.fsub(middle, self._code.fmul(scale, _all(FLOAT, 8.0)))
+
+    def _inverse(self, scale: ir.Value) -> ir.Value:
+        return self._code.fdiv(_all(FLOAT, 1.0), self._code.maximum(scale, _all(FLOAT, _TINY)))
+
+    def _integers(self, index: ir.Value, inverse: ir.Value, minimum: ir.Value) -> ir.Value:
+        code, highest = self._code, _all(FLOAT, 15.0)
+        values = code.nearest(code.fmul(code.fsub(self._weights(index), minimum), inverse))
+        values = code.maximum(values, _all(FLOAT, 0.0))
+        return code.select(code.fcmp_ordered("<", values, highest), values, highest)
+
+    def _weights(self, index: ir.Value) -> ir.Value:
+        """A weight of each group."""
+        return self._code.load(self._code.at(self._memory, index, _GROUPS), typ=_GROUPS, align=64)
