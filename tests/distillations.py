@@ -17,9 +17,9 @@ FLAGS = "--tokens 250 --page 288 --length 96 --batch 288 --passes 4 --rate 0.1 -
 LAYERS = 8
 
 
-def target_folder(root: Path) -> Path:
+def target_folder(root: Path, *, layers: int = LAYERS) -> Path:
     """The folder of a tiny target."""
-    save_folder(root / "tiny", tiny_llama(vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
+    save_folder(root / "tiny", tiny_llama(vocab_size=300, num_hidden_layers=layers), tiny_tokenizer())
     return root / "tiny"
 
 
