@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SHALLOW, next_logits, tiny_llama, tiny_sliding
+from tiny import SHALLOW, next_logits, tiny_sliding
 
 from ngram_assisted import NGramStorage, OneLevelNGramStorage, ngram_assisted_speculative_generate
 from sampling import (
@@ -268,10 +268,10 @@ def test_equality_holds_beyond_the_sliding_window_and_for_a_long_text(length: in
 
 
 def test_the_drafters_vocabulary_may_be_larger_or_smaller() -> None:
-    target = tiny_llama(seed=0)
+    target = BUILDERS["llama"](seed=0)
     expected = reference(target, PROMPT, LENGTH)
     for size in (72, 60):
-        drafter = tiny_llama(seed=1, vocab_size=size)
+        drafter = BUILDERS["llama"](seed=1, vocab_size=size)
         for processor in (GreedyProcessor(), MultinomialProcessor(1.0), TopKProcessor(1.0, 62)):
             made, _ = speculative_generate(PROMPT, drafter, target, None, 4, processor, LENGTH, NO_END, seed=5)
             assert len(made) == LENGTH

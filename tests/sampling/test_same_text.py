@@ -271,6 +271,7 @@ def texts_of(rule: Rule, *, noise: type[Noise]) -> set[tuple[int, ...]]:
     return texts
 
 
+@cache
 def diversity(processor: LogitsProcessor) -> tuple[float, float]:
     """Expected number of distinct texts in independent draws from the target, and a bound on its standard deviation."""
     rows = processor(toy(9, SIZE).table).tolist()
