@@ -54,7 +54,7 @@ def run(target, out, *flags):
 @pytest.fixture(scope="module")
 def finished(target, tmp_path_factory):
     """The folder of a finished run, with its work. Tests change only copies of it."""
-    out = tmp_path_factory.mktemp("finished") / "drafter"
+    out = tmp_path_factory.mktemp("finished") / "earlier"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
         patch.setattr(PageGenerator, "generate", remembered_page)
@@ -284,7 +284,7 @@ def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monk
 @pytest.mark.usefixtures("same_text")
 def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path):
     """At a tiny learning rate the weights stay near those of the earlier drafter, and the card mentions it."""
-    flags = ["--rate", "1e-7", "--passes", "1"]
+    flags = ["--rate", "1e-7", "--seed", "1", "--passes", "1"]
     assert run(target, tmp_path / "next", *flags, "--start", str(finished)) == 0
     assert run(target, tmp_path / "fresh", *flags) == 0
     first, continued, fresh = (weights(path) for path in (finished, tmp_path / "next", tmp_path / "fresh"))
