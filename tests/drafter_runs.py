@@ -82,7 +82,7 @@ def check_texts(target: Any, drafter: Any, rule: str, adaptive: Callable[[], Any
     At least two prompts, and as many more as it takes until drafts of both kinds were seen. adaptive: makes an
     adaptive gamma for each of them.
     """
-    plan, accepted = decoding(12, processor=PROCESSORS[rule == "coupled"], seed=3), set()
+    plan, accepted = decoding(8, processor=PROCESSORS[rule == "coupled"], seed=3), set()
     for number, prompt in enumerate([first, second] for first in range(8) for second in (2, 5)):
         if number >= 2 and accepted >= {0, 1}:
             return

@@ -68,7 +68,7 @@ def test_lookup_continues_after_the_latest_of_the_longest_matches(texts, count):
 
 def test_the_automaton_takes_many_tokens():
     automaton = SuffixAutomaton()
-    automaton.extend([*range(50)] * 400)
+    automaton.extend([*range(50)] * 200)
     assert [token for token, _ in automaton.drafts(3)] == [0, 1, 2]
 
 
@@ -76,7 +76,7 @@ def test_the_automaton_takes_many_tokens():
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=12), st.integers(0, 8), st.booleans())
 def test_the_text_is_the_autoregressive_text(prompt, gamma, adapts):
     model = MODEL
-    plan = Decoding.of(None, 40, end_ids=None, seed=1)
+    plan = Decoding.of(None, 20, end_ids=None, seed=1)
     expected = tokens_of(autoregressive_steps(prompt, ModelSession(model, rewinds=False), plan))
     adaptive = AdaptiveGamma(Costs((0.1,))) if adapts else None
     for drafter in (

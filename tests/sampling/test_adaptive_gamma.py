@@ -173,7 +173,7 @@ def test_the_ngram_drafter_learns_how_many_of_its_drafts_were_accepted():
 def test_a_model_drafter_learns_from_every_round(rule, kind):
     target, plan, recorder = (
         tiny_llama(vocab_size=8),
-        Decoding.of(MultinomialProcessor(1.0), 60, end_ids=None, seed=3),
+        Decoding.of(MultinomialProcessor(1.0), 30, end_ids=None, seed=3),
         Recorder(Costs((0.02,)), 0.02),
     )
     shares = RULES[rule].shares_noise
@@ -196,7 +196,7 @@ def test_a_model_drafter_learns_from_every_round(rule, kind):
 @pytest.mark.parametrize("seed", range(2))
 def test_the_number_of_drafts_does_not_change_the_text(seed):
     model = tiny_llama(num_hidden_layers=1)
-    plan = Decoding.of(None, 60, end_ids=None, seed=seed)
+    plan = Decoding.of(None, 40, end_ids=None, seed=seed)
 
     def run(adaptive):
         drafter = NGramDrafter(NGramStorage(3, 64), plan.noise, adaptive=adaptive)
@@ -213,7 +213,7 @@ def test_the_number_of_drafts_does_not_change_the_text(seed):
 )
 def test_the_same_costs_give_the_same_drafts_and_no_costs_change_the_text(rule, processor):
     target, other = (tiny_llama(seed, vocab_size=8, num_hidden_layers=1) for seed in range(2))
-    plan = Decoding.of(processor, 40, end_ids=None, seed=5)
+    plan = Decoding.of(processor, 24, end_ids=None, seed=5)
     expected = tokens_of(autoregressive_steps([1, 2, 3], ModelSession(target, rewinds=False), plan))
 
     def run(costs):

@@ -20,7 +20,7 @@ from utils.decode.model_session import ModelSession
 from utils.logits_processor import GreedyProcessor, LogitsProcessor, MultinomialProcessor
 
 WAITS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero"}
-LENGTH = 24
+LENGTH = 12
 
 
 class Watched(Tensor):

@@ -1,6 +1,7 @@
 """Arguments of the library functions, and the errors for invalid ones."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.metrics.results import tokens_of
 
+one_layer = partial(tiny_llama, num_hidden_layers=1)
+
 
 @pytest.mark.parametrize("prompt", [[], [64], [-1], [3, 99]])
 def test_unusable_prompts_are_refused(prompt: list[int]) -> None:
@@ -37,7 +40,7 @@ def test_unusable_prompts_are_refused(prompt: list[int]) -> None:
 def test_arrays_and_tensors_of_ids_are_accepted() -> None:
     import numpy as np
 
-    model, ids = tiny_llama(), [3, 9, 4]
+    model, ids = one_layer(), [3, 9, 4]
     end = autoregressive_generate(ids, model, 9, eos_tokens_id=-1)[5]
     expected = autoregressive_generate(ids, model, 9, eos_tokens_id=end)
     for inputs in (tuple(ids), np.array(ids), torch.tensor(ids), iter(ids)):
@@ -119,7 +122,7 @@ def test_what_is_not_a_model_is_refused_by_name() -> None:
 @pytest.mark.parametrize("indices", [(), (7,), (7, 12)])
 def test_by_default_a_text_ends_at_the_models_own_end_tokens(indices: tuple[int, ...]) -> None:
     """Not at token 1, which is an ordinary token in most vocabularies."""
-    model, prompt = tiny_llama(), [3, 14, 15]
+    model, prompt = one_layer(), [3, 14, 15]
     with torch.no_grad():
         model.get_output_embeddings().weight[1] *= 4
     text = autoregressive_generate(prompt, model, 40, eos_tokens_id=None)
@@ -149,11 +152,8 @@ def test_minus_infinity_is_probability_zero() -> None:
 def test_a_seed_repeats_a_call_and_without_one_torch_draws_it() -> None:
     from utils.logits_processor import MultinomialProcessor
 
-    model, sampler = tiny_llama(), MultinomialProcessor(1.5)
-    runs = [
-        speculative_generate([1, 2], model, model, logits_processor=sampler, eos_tokens_id=-1, seed=s)[0]
-        for s in (5, 5, 6)
-    ]
+    model, sampler = one_layer(), MultinomialProcessor(1.5)
+    runs = [speculative_generate([1, 2], model, model, None, 3, sampler, 12, -1, seed=s)[0] for s in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
     torch.manual_seed(3)
     first, second = (autoregressive_generate([1, 2], model, 20, sampler, -1) for _ in range(2))

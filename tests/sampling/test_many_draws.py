@@ -43,7 +43,10 @@ def text(target: ToyModel, rule: Rule, gamma: int, length: int, noise: Any) -> t
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(("size", "gamma", "length"), [(3, 3, 4), (2, 2, 6), (4, 1, 3)])
+@pytest.mark.parametrize(
+    ("size", "gamma", "length"),
+    [(2, 3, 4), (2, 2, 5), (4, 1, 3)] + [pytest.param(*row, marks=pytest.mark.full) for row in ((3, 3, 4), (2, 2, 6))],
+)
 def test_several_rounds_are_exact(rule: str, size: int, gamma: int, length: int) -> None:
     target = toy(21, size)
     texts = outcome_probs(partial(text, target, RULES[rule], gamma, length))

@@ -83,8 +83,8 @@ def test_autoregressive_decoding_follows_the_distribution(processor: LogitsProce
 @pytest.mark.parametrize(
     ("processor", "rule", "gamma"),
     [
-        *((processor, "rejection", 3) for processor in SAMPLERS[::2]),
-        *(pytest.param(processor, "rejection", 3, marks=pytest.mark.full) for processor in SAMPLERS[1::2]),
+        *((processor, "rejection", 3) for processor in (PROCESSOR, *SAMPLERS[2:4])),
+        *(pytest.param(processor, "rejection", 3, marks=pytest.mark.full) for processor in SAMPLERS[1::3]),
         (PROCESSOR, "rejection", 1),
         (PROCESSOR, "block", 3),
         pytest.param(SAMPLERS[-1], "block", 3, marks=pytest.mark.full),
@@ -110,21 +110,21 @@ def test_ngram_assisted_text_is_the_autoregressive_text_for_every_seed(processor
         assert tokens_of(assist(Noise(seed), processor=processor, target=target)) == tokens_of(expected)
 
 
-@pytest.mark.parametrize("size", [pytest.param(9, marks=pytest.mark.full), 7])
+@pytest.mark.parametrize("size", [pytest.param(6, marks=pytest.mark.full), 4])
 def test_cached_runs_with_a_larger_or_smaller_drafter_vocabulary_follow_the_distribution(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library function with a tiny Llama of 8 tokens: every path of two tokens."""
+    """The library function with a tiny Llama of 5 tokens: every path of two tokens."""
     target, drafter, processor = (
-        tiny_llama(seed=0, vocab_size=8),
+        tiny_llama(seed=0, vocab_size=5),
         tiny_llama(seed=1, vocab_size=size),
         MultinomialProcessor(2.0),
     )
-    prompt = [3, 1, 5]
+    prompt = [3, 1, 2]
     with torch.no_grad():
         first = processor(target(torch.tensor([prompt])).logits[0, -1:])[0]
-        second = processor(target(torch.tensor([[*prompt, token] for token in range(8)])).logits[:, -1])
-    expected = {(a, b): float(first[a] * second[a, b]) for a in range(8) for b in range(8)}
+        second = processor(target(torch.tensor([[*prompt, token] for token in range(5)])).logits[:, -1])
+    expected = {(a, b): float(first[a] * second[a, b]) for a in range(5) for b in range(5)}
 
     def walk(noise: Branching) -> tuple[int, ...]:
         monkeypatch.setattr("utils.decode.decoding.Noise", lambda seed: noise)
@@ -167,19 +167,20 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_in_the_rejection_rule_are_detected(mistake: Any) -> None:
-    assert error(partial(speculate, gamma=2, rule=mistake)) > DETECTED
+    assert error(partial(speculate, gamma=1, rule=mistake)) > DETECTED
 
 
 def test_noise_that_is_used_twice_is_detected() -> None:
     """By its effect on the distribution, and by the enumeration itself."""
-    run = partial(speculate, gamma=2, rule=shared_noise)
+    run = partial(speculate, gamma=1, rule=shared_noise)
     assert error(run, noise=Reusing) > DETECTED
     with pytest.raises(AssertionError, match="used twice"):
         error(run)
 
 
 def test_drawing_twice_in_ngram_assisted_decoding_is_detected() -> None:
-    assert error(partial(assist, processor=PROCESSOR, rule=double_draw)) > DETECTED
+    processor = SAMPLERS[2]
+    assert error(partial(assist, processor=processor, rule=double_draw), processor) > DETECTED
 
 
 class RawDrafter(ModelDrafter):
@@ -195,7 +196,7 @@ class RawDrafter(ModelDrafter):
 
 def test_an_unprocessed_q_against_a_processed_p_is_detected() -> None:
     processor = TopKProcessor(0.5, 3)
-    run = partial(speculate, processor=processor, gamma=2)
+    run = partial(speculate, processor=processor, gamma=1)
     assert error(run, processor) < ROUNDING
     assert error(partial(run, kind=RawDrafter), processor) > DETECTED
 

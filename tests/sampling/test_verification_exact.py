@@ -55,14 +55,18 @@ def test_one_draft_is_exact_for_every_pair_of_distributions(rule: Verify, size: 
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("size", "steps", "gamma"), [(2, 8, 2), (3, 4, 2), (4, 2, 2), (2, 6, 3), (3, 3, 3), (4, 2, 3)])
+@pytest.mark.parametrize(
+    ("size", "steps", "gamma"),
+    [(2, 8, 2), (3, 3, 3), (4, 2, 3)]
+    + [pytest.param(*row, marks=pytest.mark.full) for row in ((3, 4, 2), (4, 2, 2), (2, 6, 3))],
+)
 def test_several_drafts_are_exact_for_distributions_on_a_grid(rule: Verify, size: int, steps: int, gamma: int) -> None:
     for p, q in product(grid(size, steps), repeat=2):
         assert is_exact(constant(p), constant(q), gamma, rule), (p, q)
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("gamma", "pairs"), [(2, 60), (3, 24)])
+@pytest.mark.parametrize(("gamma", "pairs"), [(2, 30), (3, 12)])
 def test_several_drafts_are_exact_for_distributions_that_depend_on_the_context(
     rule: Verify, gamma: int, pairs: int
 ) -> None:
@@ -73,7 +77,7 @@ def test_several_drafts_are_exact_for_distributions_that_depend_on_the_context(
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("gamma", "pairs"), [(2, 60), (3, 24)])
+@pytest.mark.parametrize(("gamma", "pairs"), [(2, 30), (3, 12)])
 def test_stopping_by_earlier_drafts_is_exact(rule: Verify, gamma: int, pairs: int) -> None:
     """Whether there is one more draft may depend on all earlier ones, but not on the token that would be drawn."""
     lengths: set[int] = set()
@@ -97,7 +101,7 @@ def test_one_hot_drafts_are_exact_for_every_draft(rule: Verify, gamma: int) -> N
                 assert completed(outcome_probs(partial(one_hot_round, p, drafted, rule)), p, gamma + 1) == joint(
                     p, gamma + 1
                 )
-    for seed in range(8):
+    for seed in range(4):
         p = contextual(seed, 3)
         for drafted in product(range(3), repeat=gamma):
             assert completed(outcome_probs(partial(one_hot_round, p, drafted, rule)), p, gamma + 1) == joint(
@@ -118,14 +122,14 @@ def test_block_verification_accepts_at_least_as_much_as_rejection() -> None:
 
 
 def test_block_verification_of_one_draft_equals_rejection() -> None:
-    for p, q in product(grid(3, 4), repeat=2):
+    for p, q in product(grid(3, 3), repeat=2):
         outcomes = [outcome_probs(partial(one_round, constant(p), constant(q), 1, rule)) for rule in (REJECTION, BLOCK)]
         assert outcomes[0] == outcomes[1]
 
 
 def test_rejection_accepts_the_overlap_of_the_distributions() -> None:
     """alpha = sum min(p, q) (Leviathan et al. 2023, theorem 3.5); two drafts of constant p and q: alpha + alpha^2."""
-    for p, q in product(grid(3, 4), repeat=2):
+    for p, q in product(grid(3, 3), repeat=2):
         alpha = sum(map(min, p, q), Fraction(0))
         rounds = [outcome_probs(partial(one_round, constant(p), constant(q), gamma, REJECTION)) for gamma in (1, 2)]
         assert [mean_accepted(outcomes) for outcomes in rounds] == [alpha, alpha + alpha**2]

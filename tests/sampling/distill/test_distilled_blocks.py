@@ -21,13 +21,13 @@ from utils.drafter_formats.dspark_file import new_dspark
 from utils.drafter_formats.eagle3_file import new_eagle3
 
 FIXTURE = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators_blocks" / "dspark"
-SLOTS, PASSES = 5, ("--passes", "30", "--rate", "0.05")
+LAYERS, SLOTS, PASSES = 3, 5, ("--passes", "12", "--rate", "0.1")
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return target_folder(tmp_path_factory.mktemp("target"))
+    return target_folder(tmp_path_factory.mktemp("target"), layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_drafter_is_continued_with_other_blocks(target, folder, tmp_path):
     """It keeps its vocabulary, its mask token and its layers. Embedding and rows are not trained."""
     layer = config_of(folder)["transformer_layer_config"] | SLIDING
     start = changed(folder, tmp_path / "start", transformer_layer_config=layer)
-    out = trained(target, tmp_path / "out", "--kind", "block", "--start", str(start), "--steps", "3", "--seed", "5")
+    out = trained(target, tmp_path / "out", "--kind", "block", "--start", str(start), "--steps", "3")
     before, after = (load(target, one).drafter for one in (start, out))
     assert (after.block_size, after.mask_token, after.windows) == (3, before.mask_token, before.windows)
     assert after.windows[0].size == 3 and torch.equal(before.lm_head.vocabulary, after.lm_head.vocabulary)
@@ -154,7 +154,7 @@ def test_drafters_that_cannot_be_continued_are_refused(target, folder, tmp_path,
     """Of the other kind, of a layout that is not trained, or of a different target."""
     stepwise = trained(target, tmp_path / "stepwise", "--passes", "1")
     unanchored = changed(folder, tmp_path / "unanchored", sample_from_anchor=False)
-    save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300, num_hidden_layers=8), tiny_tokenizer())
+    save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300, num_hidden_layers=LAYERS), tiny_tokenizer())
     for model, kind, start, named in (
         (target, "block", stepwise, "--kind eagle3"),
         (target, "eagle3", folder, "--kind block"),

@@ -116,14 +116,14 @@ def test_openings_cover_all_groups_and_many_subjects():
 
 def test_questions_of_a_file_have_the_whole_length_on_every_page(page_of):
     """A long question would leave no room for an answer in an eighth of it."""
-    model = tiny_llama(vocab_size=300, max_position_embeddings=512)
+    model = tiny_llama(vocab_size=300, max_position_embeddings=512, num_hidden_layers=1)
     page, script = page_of(model, length=480, questions=["w" * 250])
     assert page.tokens.shape == (6, 480) and page.answers.sum() > 6 * 120 and script.complete
 
 
 def test_long_conversations_are_about_earlier_answers(tmp_path):
     """Pages take turns: short ones, half of the length, short ones, all of it. Documents were generated before."""
-    model, length = tiny_llama(vocab_size=300, max_position_embeddings=512), 480
+    model, length = tiny_llama(vocab_size=300, max_position_embeddings=512, num_hidden_layers=1), 480
     script, corpus = script_of(tiny_tokenizer(300)), Corpus(tmp_path)
     generator = PageGenerator(model, script, LAYERS, length=length)
     for number in range(4):

@@ -7,25 +7,28 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from distillations import remembered_page
 from paths import ROOT
 from safetensors.torch import load_file
 from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from sampling.distill import pipeline
+from sampling.distill import pipeline, trainer
 from sampling.distill.__main__ import main
 from sampling.distill.options import Options, TrainingPlan
 from sampling.distill.pages import Corpus, PageGenerator
 from sampling.distill.trainer import Trainer
+from utils.files import replacing
 
 FLAGS = "--tokens 1000 --page 576 --length 96 --batch 288 --passes 2 --vocabulary 150"
 
@@ -51,11 +54,18 @@ def run(target, out, *flags):
 @pytest.fixture(scope="module")
 def finished(target, tmp_path_factory):
     """The folder of a finished run, with its work. Tests change only copies of it."""
-    out = tmp_path_factory.mktemp("finished") / "drafter"
+    out = tmp_path_factory.mktemp("finished") / "earlier"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
+        patch.setattr(PageGenerator, "generate", remembered_page)
         assert run(target, out, "--keep") == 0
     return out
+
+
+@pytest.fixture
+def same_text(finished, monkeypatch):
+    """Trainings of this test are on the text of the finished run, which is not generated again."""
+    monkeypatch.setattr(PageGenerator, "generate", remembered_page)
 
 
 def weights(out):
@@ -96,14 +106,19 @@ def test_the_plan_and_the_next_step_are_reported(target, tmp_path, capsys, quest
 
 @pytest.mark.parametrize("when", ["generation", "training"])
 def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkeypatch, when):
-    """Bit for bit the weights of an uninterrupted run."""
-    owner, method, last = (Corpus, "add", 6) if when == "generation" else (Trainer, "train_step", 5)
-    original, calls = getattr(owner, method), []
+    """Bit for bit the weights of an uninterrupted run, also beside a page that a kill has left half-written."""
+    if when == "training":
+        monkeypatch.setattr(PageGenerator, "generate", remembered_page)
+    owner, method = (Corpus, "add") if when == "generation" else (Trainer, "train_step")
+    original, calls, files = getattr(owner, method), [], []
 
     def interrupted(self, *args):
         original(self, *args)
         calls.append(1)
-        if len(calls) == last:
+        if len(calls) == 5:
+            if when == "generation":
+                files.append(replacing(self._path(len(self))))
+                files[0].__enter__().write(b"half")
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -136,11 +151,17 @@ main(sys.argv[3:])
 """
 
 
-@pytest.mark.parametrize(("kind", "written", "step"), [("generation", 5, 0), ("training", 3, 3)])
+@pytest.mark.parametrize(
+    ("kind", "written", "step"),
+    [pytest.param("generation", 5, 0, marks=pytest.mark.full), ("training", 3, 3)],
+)
 def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, capsys, kind, written, step):
     """The page, or the steps since the last checkpoint. The rest gives the weights of an uninterrupted run."""
-    flags = ["--target", str(target), "--out", str(tmp_path), "--device", "cpu", *FLAGS.split()]
-    command = [sys.executable, "-c", DYING, kind, str(written), *flags]
+    flags = ["--target", str(target), "--device", "cpu", *FLAGS.split()]
+    if kind == "training":  # on text that was generated before
+        shutil.copytree(finished / "work", tmp_path / "work", ignore=shutil.ignore_patterns("trainer*"))
+        flags = ["--resume"]
+    command = [sys.executable, "-c", DYING, kind, str(written), "--out", str(tmp_path), *flags]
     killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
     pages = len([*(tmp_path / "work").glob("*/page-*")])
@@ -151,16 +172,18 @@ def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, caps
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.usefixtures("same_text")
 def test_training_reduces_the_loss(target, tmp_path, monkeypatch):
-    """Many passes over little text."""
-    losses, original = [], Trainer.train_step
+    """Several passes over little text."""
+    losses, original = [], trainer.distillation_loss
 
-    def noted(self):
-        original(self)
-        losses.append(self.loss)
+    def noted(*arguments, **options):
+        loss = original(*arguments, **options)
+        losses.append(loss.item())
+        return loss
 
-    monkeypatch.setattr(Trainer, "train_step", noted)
-    assert run(target, tmp_path, "--passes", "15", "--rate", "0.05") == 0
+    monkeypatch.setattr(trainer, "distillation_loss", noted)
+    assert run(target, tmp_path, "--passes", "5", "--rate", "0.2") == 0
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -238,6 +261,7 @@ def test_an_unreadable_checkpoint_is_made_anew(finished, tmp_path):
     assert all(torch.equal(ours[name], right[name]) for name in right)
 
 
+@pytest.mark.usefixtures("same_text")
 def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monkeypatch):
     """Only some of the weights have made the step: training resumes from the checkpoint before it."""
     step, calls = torch.optim.AdamW.step, []
@@ -257,6 +281,7 @@ def test_a_step_interrupted_halfway_is_repeated(target, finished, tmp_path, monk
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.usefixtures("same_text")
 def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path):
     """At a tiny learning rate the weights stay near those of the earlier drafter, and the card mentions it."""
     flags = ["--rate", "1e-7", "--seed", "1", "--passes", "1"]
@@ -273,11 +298,9 @@ def test_training_continues_from_an_earlier_drafter(target, finished, tmp_path):
 
 def test_a_start_that_does_not_fit_is_refused(target, finished, tmp_path, capsys):
     """The refusal comes before anything is generated."""
-    save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
-    assert run(tmp_path / "other", tmp_path / "head", "--passes", "1") == 0
-    capsys.readouterr()
-    for folder in (tmp_path / "nowhere", target, tmp_path / "head"):
-        assert run(target, tmp_path / "out", "--start", str(folder)) == 1
+    other = save_folder(tmp_path / "other", tiny_llama(7, vocab_size=300), tiny_tokenizer())
+    for model, folder in ((target, tmp_path / "nowhere"), (target, target), (other, finished)):
+        assert run(model, tmp_path / "out", "--start", str(folder)) == 1
         assert folder.name in message_of(capsys) and not (tmp_path / "out").exists()
 
 
@@ -304,8 +327,9 @@ def test_a_flag_that_is_no_number_is_named_with_what_is_allowed(tmp_path, capsys
     assert "--tokens: 'abc' is not a whole number; allowed: at least 1" in message_of(capsys)
 
 
+@pytest.mark.usefixtures("same_text")
 def test_hours_limit_the_training(target, tmp_path):
-    assert run(target, tmp_path, "--keep", "--hours", "0.0002", "--passes", "5000") == 0
+    assert run(target, tmp_path, "--keep", "--hours", "0.0001", "--passes", "5000") == 0
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["training"] < 10
 
 
@@ -324,16 +348,18 @@ def test_the_time_is_stated(target, tmp_path, capsys, monkeypatch):
     assert run(target, tmp_path, "--tokens", "2880") == 130
     assert f"roughly {timedelta(seconds=96 * 34)} of generation" in message_of(capsys)
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["writing"] > 0, "held-out pages count"
-    monkeypatch.setattr(Corpus, "add", interrupted)
-    monkeypatch.setattr(pipeline.Distillation, "_train", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(pipeline.Distillation, "_generate", mock.Mock(side_effect=KeyboardInterrupt))
     assert main(["--out", str(tmp_path), "--resume"]) == 130
     assert f"roughly {timedelta(seconds=96 * 24)} of generation" in message_of(capsys)
 
 
+@pytest.mark.usefixtures("same_text")
 def test_evaluations_take_a_tenth_of_the_time(target, tmp_path, monkeypatch):
-    """Each takes longer than all steps together."""
+    """Each takes longer than all steps together, by a clock that goes on by a second whenever it is read."""
+    ticks, waited = count(), []
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: next(ticks) + sum(waited)))
     monkeypatch.setattr(pipeline, "CHECKPOINT_SECONDS", 0.0)
-    slow = mock.Mock(side_effect=lambda *_: time.sleep(2.0))
+    slow = mock.Mock(side_effect=lambda *_: waited.append(100))
     monkeypatch.setattr(pipeline.Distillation, "_evaluate", slow)
     saves = mock.Mock(wraps=Trainer.save)
     monkeypatch.setattr(Trainer, "save", lambda self, folder: saves(self, folder))
@@ -366,7 +392,7 @@ def test_what_exceeds_memory_is_refused_with_a_page_that_fits(target, tmp_path, 
     assert run(target, tmp_path / "out", *flags) == 1
     (page,) = re.findall(r"choose --page (\d+)\.", message_of(capsys))
     assert 288 <= int(page) < 57600 and not (tmp_path / "out" / "work").exists()
-    monkeypatch.setattr(pipeline.Distillation, "_generate", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(pipeline.Distillation, "_add_page", mock.Mock(side_effect=KeyboardInterrupt))
     assert run(target, tmp_path / "out", *flags, "--page", page) == 130
     monkeypatch.setattr(pipeline, "free_bytes", lambda device: 1_000_000)
     assert run(target, tmp_path / "other", "--page", page) == 1

@@ -58,7 +58,7 @@ def run(rule: str, plan: Any, prompt: list[int], adaptive: AdaptiveGamma | None 
 
 @pytest.mark.parametrize("index", range(len(PROCESSORS)))
 def test_the_text_is_the_autoregressive_text(index):
-    plan = decoding(40, processor=PROCESSORS[index], seed=index)
+    plan = decoding(24, processor=PROCESSORS[index], seed=index)
     steps, expected, _ = run("coupled", plan, [3, 1, 4])
     assert tokens_of(steps) == expected
     assert max(step.accepted for step in steps) > 0 and any(step.accepted < len(step.drafted) for step in steps)
@@ -125,7 +125,7 @@ def test_the_cost_of_a_block_does_not_depend_on_the_drafts():
 
 @pytest.mark.parametrize("rule", ["coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
-    plan = decoding(60, processor=PROCESSORS[0], seed=1)
+    plan = decoding(30, processor=PROCESSORS[0], seed=1)
     adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
     steps, expected, model = run(rule, plan, [2, 7], adaptive)
     assert tokens_of(steps) == expected and len(model.passes) > 3

@@ -28,7 +28,7 @@ from utils.logits_processor import MultinomialProcessor
 from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
 
-SIZE, TOKENS, LATER = 8, 40, 10
+SIZE, TOKENS, LATER = 8, 24, 6
 PROMPT = [3, 1, 4, 1, 5] * 8
 CHEAP, DEAR = ({"drafter": cost} for cost in (0.0, 1000.0))  # reading 1,000 tokens
 

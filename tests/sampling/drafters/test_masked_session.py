@@ -25,8 +25,13 @@ SIZE, MASK, BLOCK = 8, 8, 4  # the mask token is not one of the target's
 TEXT = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 1, 2, 7, 4]
 
 
+def target_model() -> Any:
+    return tiny_llama(vocab_size=SIZE, num_hidden_layers=1)
+
+
 def drafter_model(build: Any = tiny_llama, **overrides: Any) -> Any:
-    return build(7, vocab_size=SIZE + 1, **overrides)
+    seed, layers = (7, {}) if build is tiny_hybrid else (9, {"num_hidden_layers": 1})
+    return build(seed, vocab_size=SIZE + 1, **layers | overrides)
 
 
 def reference(model: Any, context: list[int], size: int = BLOCK) -> torch.Tensor:
@@ -68,11 +73,13 @@ def rounds(model: Any, target: Any, rule: str, plan: Any, prompt: list[int], **o
     return steps, tokens_of(autoregressive_steps(prompt, ModelSession(target, rewinds=False), plan)), passes
 
 
-@pytest.mark.parametrize(("build", "index"), [(tiny_llama, 0), (tiny_sliding, 1), (tiny_llama, 4)])
+@pytest.mark.parametrize(
+    ("build", "index"), [(tiny_llama, 0), (tiny_sliding, 1), pytest.param(tiny_llama, 4, marks=pytest.mark.full)]
+)
 def test_the_text_is_the_autoregressive_text(build, index):
-    target, accepted, rejected = tiny_llama(vocab_size=SIZE), set(), 0
+    target, accepted, rejected = target_model(), set(), 0
     for seed in (0, 2):
-        plan = decoding(32, processor=PROCESSORS[index], seed=seed)
+        plan = decoding(20, processor=PROCESSORS[index], seed=seed)
         steps, expected, _ = rounds(drafter_model(build), target, "coupled", plan, [3, 1, seed])
         assert tokens_of(steps) == expected
         accepted |= {step.accepted for step in steps}
@@ -83,7 +90,7 @@ def test_the_text_is_the_autoregressive_text(build, index):
 
 def test_each_round_feeds_only_the_new_tokens_and_the_masks():
     steps, _, passes = rounds(
-        drafter_model(), tiny_llama(vocab_size=SIZE), "coupled", decoding(30, processor=PROCESSORS[1]), [3, 1, 4]
+        drafter_model(), target_model(), "coupled", decoding(30, processor=PROCESSORS[1]), [3, 1, 4]
     )
     new = [3, *(step.accepted + 1 for step in steps)]
     drafting = [index for index, step in enumerate(steps) if step.drafted]
@@ -93,12 +100,10 @@ def test_each_round_feeds_only_the_new_tokens_and_the_masks():
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
-    plan = decoding(60, processor=PROCESSORS[0 if rule == "greedy" else 2], seed=1)
+    plan = decoding(30, processor=PROCESSORS[0 if rule == "greedy" else 2], seed=1)
     adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
     name = "rejection" if rule == "greedy" else rule
-    steps, expected, passes = rounds(
-        drafter_model(), tiny_llama(vocab_size=SIZE), name, plan, [2, 7], adaptive=adaptive
-    )
+    steps, expected, passes = rounds(drafter_model(), target_model(), name, plan, [2, 7], adaptive=adaptive)
     assert len(passes) >= sum(bool(step.drafted) for step in steps) > 3
     assert len({len(step.drafted) for step in steps}) > 1
     if rule in ("greedy", "coupled"):
@@ -112,8 +117,8 @@ def tiny_hybrid(seed: int, **overrides: Any) -> Any:
 
 
 def test_a_recurrent_state_is_restored_after_the_mask_tokens():
-    target, model = tiny_llama(vocab_size=SIZE), drafter_model(tiny_hybrid)
-    plan = decoding(40, processor=PROCESSORS[1], seed=2)
+    target, model = target_model(), drafter_model(tiny_hybrid)
+    plan = decoding(32, processor=PROCESSORS[1], seed=2)
     steps, expected, _ = rounds(model, target, "coupled", plan, [3, 1, 4], cache=False)
     cached, _, _ = rounds(model, target, "coupled", plan, [3, 1, 4])
     assert tokens_of(steps) == expected and cached == steps
@@ -121,7 +126,7 @@ def test_a_recurrent_state_is_restored_after_the_mask_tokens():
 
 
 def test_a_recurrent_drafter_whose_state_cannot_be_used_drafts_without_a_cache():
-    target, model = tiny_llama(vocab_size=SIZE), drafter_model(tiny_mamba)
+    target, model = target_model(), drafter_model(tiny_mamba)
     plan = decoding(12, processor=PROCESSORS[1], seed=2)
     with pytest.raises(UserError, match="use_cache=False"):
         rounds(model, target, "coupled", plan, [3, 1, 4])
@@ -132,7 +137,7 @@ def test_a_recurrent_drafter_whose_state_cannot_be_used_drafts_without_a_cache()
 def test_blocks_are_shorter_at_the_end_of_the_drafters_context():
     model = drafter_model(max_position_embeddings=20)
     plan = decoding(40, processor=PROCESSORS[1], seed=1)
-    steps, expected, passes = rounds(model, tiny_llama(vocab_size=SIZE), "coupled", plan, [3, 1, 4])
+    steps, expected, passes = rounds(model, target_model(), "coupled", plan, [3, 1, 4])
     assert tokens_of(steps) == expected and not steps[-2].drafted and len(passes) > 2
     session = MaskedSession(ModelSession(model), MASK, BLOCK)
     context = (TEXT * 2)[:18]

@@ -61,11 +61,16 @@ def drafter_folders(root: Path, quantize: Any, config: dict[str, Any]) -> tuple[
     return first, write_checkpoint(root / "floats", keys, meant)
 
 
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """The folder of a target. Tests do not change it."""
+    return save_folder(tmp_path_factory.mktemp("target") / "target", target_model(), tiny_tokenizer())
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_drafter_has_the_weights_of_the_formula(tmp_path, name):
-    target = save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_a_drafter_has_the_weights_of_the_formula(target_folder, tmp_path, name):
     stored, floats = drafter_folders(tmp_path, *FORMATS[name])
-    found, expected = (load(target, folder).drafter for folder in (stored, floats))
+    found, expected = (load(target_folder, folder).drafter for folder in (stored, floats))
     assert found is not None and expected is not None and found.dtype == torch.float32
     weights = expected.state_dict()
     assert found.state_dict().keys() == weights.keys() and "layers.0.mlp.up_proj.weight" in weights
@@ -73,13 +78,12 @@ def test_a_drafter_has_the_weights_of_the_formula(tmp_path, name):
         assert torch.equal(weight, weights[part]), part
 
 
-def test_weights_have_the_format_of_the_target(tmp_path, monkeypatch):
+def test_weights_have_the_format_of_the_target(target_folder, tmp_path, monkeypatch):
     """From the beginning: in float32 they would take twice the memory."""
     formats, read_weight = set(), QuantizedWeight.read
     monkeypatch.setattr(QuantizedWeight, "read", lambda weight, dtype: formats.add(dtype) or read_weight(weight, dtype))
-    target = save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
     stored, floats = drafter_folders(tmp_path, *FORMATS["W4A16, groups"])
-    found, expected = (load(target, folder, dtype="bfloat16").drafter for folder in (stored, floats))
+    found, expected = (load(target_folder, folder, dtype="bfloat16").drafter for folder in (stored, floats))
     assert found is not None and expected is not None
     assert all(torch.equal(part, expected.state_dict()[name]) for name, part in found.state_dict().items())
     assert formats == {torch.bfloat16}
@@ -132,7 +136,8 @@ def test_nothing_is_larger_than_the_final_weight(tmp_path, name):
 def test_models_are_read_too(tmp_path, name, role):
     """transformers refuses most of them without a package that this program does not need."""
     quantize, keys = FORMATS[name]
-    folders = [save_folder(tmp_path / name, target_model(), tiny_tokenizer()) for name in ("stored", "floats")]
+    model = tiny_llama(num_hidden_layers=1)
+    folders = [save_folder(tmp_path / name, model, tiny_tokenizer()) for name in ("stored", "floats")]
     config = json.loads((folders[0] / "config.json").read_text(encoding="utf-8"))
     stored, meant = quantized(load_file(folders[0] / "model.safetensors"), quantize)
     write_checkpoint(folders[0], config | {"quantization_config": keys}, stored)
@@ -186,21 +191,19 @@ def fc(**parts: Any) -> dict[str, Any]:
         (fc(qweight=torch.ones(12, HIDDEN, dtype=torch.int32), scales=torch.ones(1, HIDDEN)), "int32"),
     ],
 )
-def test_other_formats_are_refused_with_those_that_are_read(tmp_path, tensors, word):
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_other_formats_are_refused_with_those_that_are_read(target_folder, tmp_path, tensors, word):
     rest = {name: tensor for name, tensor in eagle3_tensors({}).items() if name != FC}
     config = speculators_config({}) | {"quantization_config": {"quant_method": "any"}}
-    sentence = refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, rest | tensors))
+    sentence = refusal(target_folder, write_checkpoint(tmp_path / "drafter", config, rest | tensors))
     assert word in sentence and "FP8" in sentence and "W4A16" in sentence and "fc." in sentence
 
 
-def test_a_scale_that_is_not_finite_is_refused(tmp_path):
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_a_scale_that_is_not_finite_is_refused(target_folder, tmp_path):
     quantize, config = FORMATS["FP8, rows"]
     stored, _ = quantized(eagle3_tensors({}), quantize)
     stored["layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
     folder = write_checkpoint(tmp_path / "drafter", speculators_config({}) | {"quantization_config": config}, stored)
-    assert "not finite (layers.0.mlp.up_proj.weight)" in refusal(tmp_path / "target", folder)
+    assert "not finite (layers.0.mlp.up_proj.weight)" in refusal(target_folder, folder)
 
 
 def test_a_model_in_another_format_is_refused(tmp_path):

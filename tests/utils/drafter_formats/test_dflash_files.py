@@ -150,13 +150,13 @@ KEYS += (
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("key", KEYS)
 def test_any_value_of_a_key_is_read_or_refused(tmp_path, key, nested):
-    target = target_model()
+    target, tensors = target_model(), dspark_tensors()
     for value in ["x", [], ["x"], [[1]], {}, {"x": 1}, -1, 0, 1.5, 10**30, True, [None]]:
         config = specforge_config()
         (config["dflash_config"] if nested else config)[key] = value
         try:
             with explained_errors("drafter"):
-                drafter = built(write_checkpoint(tmp_path, config, dspark_tensors()), target, "DSpark")
+                drafter = built(write_checkpoint(tmp_path, config, tensors), target, "DSpark")
         except UserError as error:
             assert str(error).endswith(".")
         else:

@@ -257,6 +257,14 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     assert pair.feature_layers == (2, LAYERS // 2, LAYERS - 3)
 
 
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """The folder of a target. Tests do not change it."""
+    return save_folder(
+        tmp_path_factory.mktemp("target") / "target", target_model(vocab_size=VOCABULARY), tiny_tokenizer()
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -272,11 +280,10 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
         (lambda tensors, config: config["transformer_layer_config"].update({"layer_types": ["linear"]}), "layer_types"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, word):
-    save_folder(tmp_path / "target", target_model(vocab_size=VOCABULARY), tiny_tokenizer())
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(target_folder, tmp_path, change, word):
     tensors, config = eagle3_tensors({}), copy.deepcopy(speculators_config({}))
     change(tensors, config)
-    assert word in refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, tensors))
+    assert word in refusal(target_folder, write_checkpoint(tmp_path / "drafter", config, tensors))
 
 
 @pytest.mark.parametrize("has_copy", [True, False])

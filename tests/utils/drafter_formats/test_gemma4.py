@@ -30,6 +30,7 @@ from utils.engine import Engine
 from utils.pairs.doctor import examine
 
 NAME = "Gemma-4-assistant"
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
 
 
 def written(folder: Path, assistant: Any, change: Any = None, **keys: Any) -> Path:
@@ -143,7 +144,7 @@ def test_greedy_drafts_after_a_prompt_are_those_of_assisted_generation(tmp_path,
 @pytest.mark.parametrize(("rule", "shared"), [("coupled", 0), ("rejection", 2)])
 def test_the_text_is_the_targets_own(tmp_path, monkeypatch, rule, shared):
     target = tiny_gemma4(vocab_size=8, vocab_size_per_layer_input=8, num_kv_shared_layers=shared)
-    assistant = tiny_assistant(monkeypatch, vocab_size=8)
+    assistant = tiny_assistant(monkeypatch, seed=2, vocab_size=8)
     check_texts(target, loaded(written(tmp_path, assistant), target, NAME), rule)
 
 
@@ -151,8 +152,8 @@ def test_the_text_is_the_targets_own(tmp_path, monkeypatch, rule, shared):
 def test_the_text_is_the_targets_own_under_an_engine(tmp_path, monkeypatch, rule):
     """The engine replaces layers of the target and of the drafter, which then shares none of them."""
     sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "global_head_dim": 16}  # few, for compilation
-    target = tiny_unified(**sizes, num_kv_shared_layers=0)
-    drafter = loaded(written(tmp_path, tiny_unified_assistant(monkeypatch, **sizes)), target, NAME)
+    target = tiny_unified(**sizes, **TWO_LAYERS)
+    drafter = loaded(written(tmp_path, tiny_unified_assistant(monkeypatch, seed=4, **sizes)), target, NAME)
     assert Engine([target], helpers=[drafter]).use("invariant", 1).verified
     check_texts(target, drafter, rule)
 
@@ -186,7 +187,7 @@ LARGE = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The folder of a target with a tokenizer. Tests do not change it."""
-    return save_folder(tmp_path_factory.mktemp("large") / "target", tiny_gemma4(**LARGE), tiny_tokenizer())
+    return save_folder(tmp_path_factory.mktemp("large") / "target", tiny_gemma4(**LARGE | TWO_LAYERS), tiny_tokenizer())
 
 
 CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_intermediate_top_k": 3}

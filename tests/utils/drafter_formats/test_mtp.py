@@ -34,7 +34,7 @@ from transformers.modeling_layers import MtpModel
 
 from utils.drafter_formats.mtp import load_mtp, mtp_layers
 from utils.models.feature_drafter import Conventions
-from utils.pairs.doctor import examine, other_readings, own_text
+from utils.pairs.doctor import examine, other_readings
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 
@@ -117,7 +117,8 @@ def test_a_hybrid_target_and_its_mtp_layer_are_a_pair(tmp_path, kind):
 def test_the_doctor_compares_all_readings(tmp_path):
     target = tiny_qwen("qwen3_5")
     drafter = drafter_of(write_target(tmp_path, target, qwen_layers(target)), target)
-    found = examine(drafter, target, own_text(target, [3, 5], 56), 2)
+    text = torch.randint(64, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = examine(drafter, target, text, 2)
     read = {reading.conventions.feature_layers for reading in found.readings}
     assert read == {(LAYERS - 1,), (LAYERS,), (LAYERS + 1,)}
     assert {reading.conventions.norm_output for reading in found.readings} == {True, False}

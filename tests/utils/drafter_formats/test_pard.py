@@ -27,12 +27,12 @@ from utils.metrics.costs import Costs
 from utils.metrics.results import tokens_of
 from utils.pairs.drafter_kinds import Replay, drafter_kind
 
-PROMPT = [5, 17, 3, 99]
+PROMPT, LENGTH = [5, 17, 3, 99], 16
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_llama(vocab_size=300, num_hidden_layers=6)
+    model = tiny_llama(vocab_size=300, num_hidden_layers=2)
     return save_folder(tmp_path_factory.mktemp("target"), model, tiny_tokenizer())
 
 
@@ -45,7 +45,7 @@ def drafter(folder: Path, *, shift: int = 0, **keys: Any) -> Path:
 
 
 def job_of(pair: Any, **settings: Any) -> Job:
-    return Job(PROMPT, pair, Settings(length=24, verify="coupled", chat=False, **settings), NGramStorage(3, 300))
+    return Job(PROMPT, pair, Settings(length=LENGTH, verify="coupled", chat=False, **settings), NGramStorage(3, 300))
 
 
 def run(pair: Any, **settings: Any) -> tuple[Any, list[Any], list[int]]:
@@ -169,10 +169,10 @@ def test_the_library_function_drafts_blocks_too(verify):
     """One pass of the drafter for each round, and the rounds of a session."""
     pair, passes = perfect_first_drafts(), []
     hook = pair.drafter.register_forward_hook(lambda *_: passes.append(1))
-    arguments = {"gamma": 16, "max_gen_len": 24, "seed": 1, "verify": verify, "eos_tokens_id": None}
+    arguments = {"gamma": 16, "max_gen_len": LENGTH, "seed": 1, "verify": verify, "eos_tokens_id": None}
     made, acceptance = speculative_generate(PROMPT, pair.drafter, pair.target, first_target=False, **arguments)
     hook.remove()
-    assert made == autoregressive_generate(PROMPT, pair.target, 24, None, None, seed=1)
+    assert made == autoregressive_generate(PROMPT, pair.target, LENGTH, None, None, seed=1)
     _, steps, _ = run(pair, gamma=16, seed=1)
     drafted = [len(step.drafted) for step in steps]
     assert acceptance == sum(step.accepted for step in steps) / sum(drafted) and len(passes) == sum(map(bool, drafted))

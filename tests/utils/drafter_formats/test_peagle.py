@@ -101,6 +101,16 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
     assert pair.drafter_kind == "P-EAGLE" and "P-EAGLE" in str(pair.drafter_name) and pair.feature_layers == READ
 
 
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """The folder of a target. Tests do not change it."""
+    return save_folder(
+        tmp_path_factory.mktemp("target") / "target",
+        tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=LAYERS),
+        tiny_tokenizer(),
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -112,9 +122,7 @@ def test_a_folder_is_loaded_as_the_drafter_of_a_pair(tmp_path):
         (lambda tensors, config: tensors.pop("layers.1.mlp.up_proj.weight"), "up_proj"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path, change, word):
-    target = tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=LAYERS)
-    save_folder(tmp_path / "target", target, tiny_tokenizer())
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(target_folder, tmp_path, change, word):
     tensors, config = tensors_of({}, layers=2), config_of({}, 4)
     change(tensors, config)
-    assert word in refusal(tmp_path / "target", write_checkpoint(tmp_path / "drafter", config, tensors))
+    assert word in refusal(target_folder, write_checkpoint(tmp_path / "drafter", config, tensors))

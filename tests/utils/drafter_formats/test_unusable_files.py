@@ -60,6 +60,12 @@ def test_heads_need_not_divide_the_hidden_size(tmp_path):
         assert torch.allclose(logits[:, chosen], expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """The folder of a target. Tests do not change it."""
+    return save_folder(tmp_path_factory.mktemp("target") / "target", target_model(), tiny_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -78,14 +84,13 @@ def test_heads_need_not_divide_the_hidden_size(tmp_path):
         ("proposal_methods", 3),
     ],
 )
-def test_values_that_cannot_be_used_are_refused_in_one_sentence(tmp_path, key, value):
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_values_that_cannot_be_used_are_refused_in_one_sentence(target_folder, tmp_path, key, value):
     tensors = eagle3_tensors({})
     if key in ("mask_token_id", "proposal_methods"):  # of a parallel drafter
         tensors |= random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=3)
     nested = {"speculators_config": {key: value}} if key == "proposal_methods" else {key: value}
     folder = write_checkpoint(tmp_path / "drafter", layer_keys(mask_token_id=1) | nested, tensors)
-    assert "'drafter'" in refusal(tmp_path / "target", folder)
+    assert "'drafter'" in refusal(target_folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +135,14 @@ def test_a_damaged_tensor_has_the_name_of_its_file(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("keys", [{"pard_token": 5}, {}])
-def test_a_model_with_weights_in_8_bits_is_refused(tmp_path, keys, dtype):
+def test_a_model_with_weights_in_8_bits_is_refused(target_folder, tmp_path, keys, dtype):
     """transformers casts them to floats. Without a config of the quantization, nobody knows their scale."""
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
     folder = save_folder(tmp_path / "drafter", target_model(), tiny_tokenizer())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | keys
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     write_checkpoint(folder, config, tensors | {name: torch.ones(tensors[name].shape).to(dtype)})
-    sentence = refusal(tmp_path / "target", folder)
+    sentence = refusal(target_folder, folder)
     assert name in sentence and "quantized" in sentence and str(dtype).removeprefix("torch.") in sentence
 
 
@@ -168,27 +172,24 @@ def shards(folder: Path, weight_map: Any) -> Path:
         ({"fc.weight": 3}, "'drafter'"),
     ],
 )
-def test_an_index_that_cannot_be_used_is_refused(tmp_path, weight_map, word):
+def test_an_index_that_cannot_be_used_is_refused(target_folder, tmp_path, weight_map, word):
     """It was taken for a model, and the errors were those of a model."""
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
-    assert word in refusal(tmp_path / "target", shards(tmp_path / "drafter", weight_map))
+    assert word in refusal(target_folder, shards(tmp_path / "drafter", weight_map))
 
 
-def test_a_whole_file_comes_before_an_index(tmp_path):
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_a_whole_file_comes_before_an_index(target_folder, tmp_path):
     folder = shards(tmp_path / "drafter", {"fc.weight": "model-2.safetensors"})
     save_file(eagle3_tensors({}), folder / "model.safetensors")
-    assert "EAGLE-3" in str(load(tmp_path / "target", folder).drafter_name)
+    assert "EAGLE-3" in str(load(target_folder, folder).drafter_name)
 
 
-def test_remarks_of_libraries_about_a_config_are_not_shown(tmp_path):
-    save_folder(tmp_path / "target", target_model(), tiny_tokenizer())
+def test_remarks_of_libraries_about_a_config_are_not_shown(target_folder, tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     folder = write_checkpoint(tmp_path / "drafter", layer_keys(rope_parameters=yarn), eagle3_tensors({}))
     shown, logger = logging.handlers.BufferingHandler(9), logging.getLogger("transformers")
     logger.addHandler(shown)
     try:
-        load(tmp_path / "target", folder)
+        load(target_folder, folder)
     finally:
         logger.removeHandler(shown)
     assert [record.getMessage() for record in shown.buffer] == []
