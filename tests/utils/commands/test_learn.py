@@ -134,7 +134,7 @@ def test_noise_is_not_used(
     """A drafter with the same weights, in five races whose runs vary by a tenth."""
     used, old, state = 0, session.harness.pair, session.harness.state
     trained(session, folders, tmp_path)
-    same, runs = state.training, fake_runs(monkeypatch, 1.0, noise=0.1)
+    same, runs = state.training, fake_runs(monkeypatch, 1.0, noise=0.1, passes=4)
     for number in range(5):
         state.training, runs._random = same, np.random.default_rng(number)
         assert session.handle("/learn wait") is Verdict.DONE

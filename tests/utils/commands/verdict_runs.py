@@ -60,9 +60,9 @@ def useless(strategy: Strategy, step: Step) -> float:
 
 
 class Runs:
-    """Replaces the seconds of every run, and notes what was run."""
+    """Replaces the seconds of every run, and notes what was run. `passes` is the maximum, which costs most time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Cost, noise: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Cost, noise: float = 0.0, passes: int = 2) -> None:
         self.made: list[tuple[str, int, tuple[int, ...]]] = []  # strategy, length, prompt
         self.now, self._cost, self._noise = 0.0, cost, noise
         self._random = np.random.default_rng(3)
@@ -71,6 +71,7 @@ class Runs:
         self._known: dict[Any, Run] = {}
         self.stop_after: Callable[[], bool] = lambda: False
         monkeypatch.setattr(intervals, "RESAMPLES", FEWER)
+        monkeypatch.setattr(measurement, "MOST_PASSES", passes)
         monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(LocalArm, "run", lambda *arguments, **options: self._run(*arguments, **options))
 
