@@ -182,8 +182,8 @@ def test_an_interrupt_keeps_partial_results_and_gives_status_130(folder: Path, t
 def test_a_gate_runs_the_records_of_the_program_again(main: Any, folder: Path, tmp_path: Path) -> None:
     """Whatever the speeds are, neither drafts nor texts become worse. Half of the speed is hardly ever lost."""
     file, flags = tmp_path / "base.jsonl", ("--target", folder, "--drafter", folder)
-    assert main(*flags, "--json", file, "-c", "/length 8", *("-c", "Hello there") * 5).returncode == 0
-    result = main(*flags, "--gate", file, "--tolerance", "50", "--repeats", "2")
+    assert main(*flags, "--json", file, "-c", "/length 8", *("-c", "Hello there") * 3).returncode == 0
+    result = main(*flags, "--gate", file, "--tolerance", "50", "--repeats", "1")
     last = result.stdout.splitlines()[-1]
     assert result.returncode in (0, 3) and last.startswith("gate: ") and "other texts" not in last
     assert main(*flags, "--gate", tmp_path / "none").returncode == 1
