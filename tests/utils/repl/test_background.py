@@ -59,7 +59,12 @@ def test_a_line_waits_for_the_warm_up_behind_the_prompt(view: Screen) -> None:
 
 @pytest.mark.parametrize(
     ("line", "verdict"),
-    [("/quit", Verdict.QUIT), ("exit", Verdict.QUIT), ("/exit", Verdict.QUIT), ("/help gamma", Verdict.DONE)],
+    [
+        ("/quit", Verdict.QUIT),
+        ("exit", Verdict.QUIT),
+        pytest.param("/exit", Verdict.QUIT, marks=pytest.mark.full),
+        ("/help gamma", Verdict.DONE),
+    ],
 )
 def test_a_command_that_uses_no_model_does_not_wait_for_the_warm_up(view: Screen, line: str, verdict: Verdict) -> None:
     made: list[str] = []
