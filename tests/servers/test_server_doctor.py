@@ -57,9 +57,16 @@ def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """What the screen shows of an examination, and its findings."""
 
     def run(
-        server: DecodingServer, options: str = SHORT, *lines: str, pair: Any = "own", **address: str
+        server: DecodingServer,
+        options: str = SHORT,
+        *lines: str,
+        pair: Any = "own",
+        template: bool = False,
+        **address: str,
     ) -> tuple[str, list[Any]]:
         file = tmp_path / "doctor.jsonl"
+        if not template:  # a server that does not tokenize chats is not asked for texts in its own template
+            server.posted.clear()
         if not address.get("baseline"):
             server.faults = AT_ONCE
         with server, DecodingServer(pair=server.pair, fault="off", faults=PACE) as plain:
@@ -121,7 +128,7 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
 
 
 def test_a_sound_server_is_called_sound(examined: Any) -> None:
-    shown, findings = examined(DecodingServer(pair=noisy_pair()))
+    shown, findings = examined(DecodingServer(pair=noisy_pair()), template=True)
     assert "Sound: drafts are accepted as expected" in shown and "at most 1%" in shown
     assert {row["cause"] for row in findings} == {"sound"} and "Settings for other programs:" in shown
     greedy = [row for row in findings if row["texts"] == "greedy"]
@@ -135,13 +142,13 @@ def test_a_sound_server_is_called_sound(examined: Any) -> None:
     [
         ("off", SHORT, "spec makes no drafts"),
         ("cliff", SHORT, "before position 2 are accepted as expected, and at position 2 0.0"),
-        ("window", f"length={LENGTH} long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
+        ("window", f"length={LENGTH} long=80", "Sound in short contexts, but in long ones draft 1 is accepted at"),
         ("greedy drafts", SHORT, "the server drafts greedily at a temperature above 0"),
         ("template", SHORT, "Sound with the prompts of this program, but in the other chat template"),
     ],
 )
 def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
-    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault=fault), options)
+    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault=fault), options, template=fault == "template")
     assert expected in shown and ('"probabilistic"' in shown) == (fault == "greedy drafts")
 
 
@@ -240,7 +247,7 @@ def test_texts_that_are_tokenized_otherwise_are_not_replayed(examined: Any) -> N
     server = DecodingServer(pair=noisy_pair())
     shown, findings = examined(server, omit="return_token_ids")
     assert "greedy: 12 of 12 texts are left out" in shown and "cannot be replayed here" in shown and not findings
-    shown, findings = examined(DecodingServer(pair=noisy_pair(), fault="chats without ids"))
+    shown, findings = examined(DecodingServer(pair=noisy_pair(), fault="chats without ids"), template=True)
     assert "other template: 12 of 12 texts are left out" in shown
     assert {row["cause"] for row in findings} == {"sound"}
     assert {row["texts"] for row in findings} == {"greedy", "sampled"}
