@@ -22,7 +22,7 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     target = save_folder(tmp_path / "target", tiny_llama(num_hidden_layers=6), tiny_tokenizer(VOCABULARY))
     drafter = write_checkpoint(tmp_path / "drafter", speculators_config({}), eagle3_tensors({}))
     pair = load(target, drafter)
-    varied = torch.randint(VOCABULARY, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    varied = torch.randint(VOCABULARY, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     monkeypatch.setattr(
         "utils.pairs.doctor.own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied]
     )
