@@ -43,7 +43,7 @@ def test_what_chooses_the_candidate_is_never_measured(
     """The tuning prompts are run before all others, and none of their runs is among the measured ones."""
     runs = Runs(monkeypatch, helpful)
     session = session_of(view, tmp_path)
-    path = prompts_file(tmp_path, TEXTS)
+    path = prompts_file(tmp_path, [*TEXTS, "eight"])
     plan = plan_prompts(str(path), [])
     row, _ = verdict_of(session, view, tmp_path, f"/verdict {path}")
     tuning, measured = ids_of(session, plan.tuning), ids_of(session, plan.measured)
