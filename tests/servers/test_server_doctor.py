@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sampling import autoregressive_steps
+from utils.commands.experiments.speed_model import expected_drafts
+from utils.commands.servers import server_doctor
 from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
 from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
@@ -45,6 +47,19 @@ AT_ONCE = Faults(tokens_per_chunk=100)  # where speed does not matter
 PACE = Faults(chunk_delay=0.005)  # of the baseline where it does
 
 
+EXPECTED: dict[tuple[Any, ...], Any] = {}
+
+
+def expected_once(job: Any, text: Any, temperature: float, count: int, *, counts_ends: bool = False) -> Any:
+    """What is expected of a text. Greedy texts are the same in most examinations."""
+    pair, options = job.pair, (temperature, count, counts_ends)
+    conventions = pair.drafter.conventions if isinstance(pair.drafter, Eagle3) else None
+    key = (pair.target, pair.drafter, conventions, *text.context, "answer", *text.tokens, options)
+    if key not in EXPECTED:
+        EXPECTED[key] = expected_drafts(job, text, temperature, count, counts_ends=counts_ends)
+    return EXPECTED[key]
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.txt"
@@ -55,6 +70,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What the screen shows of an examination, and its findings."""
+    monkeypatch.setattr(server_doctor, "expected_drafts", expected_once)
 
     def run(
         server: DecodingServer,
