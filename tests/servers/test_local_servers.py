@@ -114,8 +114,14 @@ def test_a_server_that_has_died_can_be_started_again(servers: LocalServers, tmp_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their session are found on Linux only")
-def test_stubborn_servers_and_their_children_end(servers: LocalServers, tmp_path: Path) -> None:
-    """The server ignores SIGTERM, and its child has a session of its own."""
+def test_stubborn_servers_and_their_children_end(
+    servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ignores SIGTERM, for which this guard waits half a second, and its child has a session of its own."""
+    guard, program, grace = tmp_path / "guard.py", local_servers.GUARD.read_text(), f"GRACE = {local_servers.GRACE}"
+    assert grace in program
+    guard.write_text(program.replace(grace, "GRACE = 0.5"))
+    monkeypatch.setattr(local_servers, "GUARD", guard)
     before = family()
     started(servers.start("one", launch(tmp_path, "children")))
     begun = family() - before

@@ -249,9 +249,14 @@ def test_a_server_that_fails_keeps_what_was_measured(
         ("/server load spec no-such-file.txt", "no-such-file.txt"),
     ],
 )
-def test_lines_that_are_refused(line: str, part: str, session: ReplSession, view: Screen, plain: Loopback) -> None:
+def test_lines_that_are_refused(line: str, part: str, view: Screen) -> None:
+    """Before any server is asked: these do not exist."""
+    gone = "http://127.0.0.1:9"
+    session = server_session(view, ServerAddress("plain", gone), ServerAddress("spec", gone, baseline="plain"))
+    session.harness.state.prompts.append("First")
     assert session.handle(line) is Verdict.FAILED
-    assert part in " ".join("".join(view.take()).split()) and not plain.posts()
+    shown = " ".join("".join(view.take()).split())
+    assert part in shown and "cannot be reached" not in shown
 
 
 def row(concurrency: int, ratios: list[float], /, **values: Any) -> dict[str, Any]:
