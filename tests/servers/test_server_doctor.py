@@ -22,17 +22,13 @@ from servers.server_sessions import server_session
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sampling import autoregressive_steps
 from utils.commands.experiments.speed_model import expected_drafts
 from utils.commands.servers import server_doctor
 from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
-from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
-from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
 from utils.drafter_formats.target_parts import DraftHead, share_parts
-from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
 from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
@@ -102,11 +98,7 @@ def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def eagle_pair() -> TinyPair:
     """A target and an EAGLE-3 drafter that has learnt its greedy answers to the prompts."""
     pair = tiny_pair(kind="llama", drafter=False, num_hidden_layers=4)
-    texts = []
-    for prompt in PROMPTS:
-        ids = pair.tokenizer(prompt)["input_ids"][:24]
-        plan = Decoding.of(None, 36 - len(ids), end_ids=None, seed=0)
-        texts.append([*ids, *tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))])
+    texts = _greedy_texts(pair, 36)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}), head_norms=False)
@@ -117,10 +109,23 @@ def eagle_pair() -> TinyPair:
         share_parts(drafter, pair.target.get_input_embeddings(), head, pair.target)
         drafter.requires_grad_(True)
         drafter.embed_tokens.requires_grad_(False)
-        _fit(drafter, pair.target, torch.tensor(texts))
+        _fit(drafter, pair.target, texts)
         drafter.requires_grad_(False)
     pair.drafter, pair.drafter_kind, pair.drafter_name = drafter, "EAGLE-3", "tiny-eagle"
     return pair
+
+
+@torch.no_grad()
+def _greedy_texts(pair: TinyPair, length: int) -> torch.Tensor:
+    """The prompts with greedy answers of the target (B, length). What follows a token does not change its logits."""
+    prompts = [pair.tokenizer(prompt)["input_ids"][:24] for prompt in PROMPTS]
+    texts = torch.tensor([ids + [0] * (length - len(ids)) for ids in prompts])
+    ends, rows = torch.tensor([len(ids) for ids in prompts]), torch.arange(len(prompts))
+    while (short := ends < length).any():
+        following = pair.target(texts).logits[rows, ends - 1].argmax(-1)
+        texts[rows[short], ends[short]] = following[short]
+        ends += short
+    return texts
 
 
 def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
@@ -130,8 +135,8 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
     states = states.reshape(len(texts), texts.shape[1], -1)
     drafter.config._attn_implementation = "sdpa"  # which has gradients
     positions = torch.arange(texts.shape[1])[None]
-    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(80):
+    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=1.5e-2)
+    for _ in range(50):
         made = drafter.next_states(drafter.fuse_features(states[:, :-2]), texts[:, 1:-1], positions[:, :-2], None)
         loss = cross_entropy(drafter.logits(made.flatten(0, 1)), texts[:, 2:].flatten())
         fed = drafter.feedback(made)[:, :-1]
