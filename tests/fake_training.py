@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# `forever` writes a byte every hundredth of a second.
+# `forever` writes a byte every hundredth of a second. `wait` ends once another has written the drafter.
 FAKE = """
 import shutil, sys, time
 from pathlib import Path
@@ -12,6 +12,10 @@ out = Path(options["--out"])
 print("generating: 10 of 20 tokens, 5 tokens/s, 2 min 03 s left", flush=True)
 if behaviour == "fail":
     sys.exit("no memory is left")
+while behaviour == "wait":
+    if (out / "README.md").exists():
+        sys.exit()
+    time.sleep(0.01)
 if "--start" in options:
     shutil.copytree(options["--start"], out)
 else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -16,6 +17,7 @@ class TableConfig(PreTrainedConfig):
     """The fields that a cache and an estimate of its memory read."""
 
     model_type = "table"
+    __getattribute__ = object.__getattribute__  # sessions read it often, and no attribute has another name
 
     def __init__(
         self, vocab_size: int = 64, max_position_embeddings: int = 256, reads_all: bool = False, **fields: Any
@@ -63,15 +65,16 @@ class TableModel(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **arguments: Any,
     ) -> CausalLMOutputWithPast:
-        text = input_ids[:, None, :, None].float()  # (B, 1, T, 1), keys of one head with one value
+        ids = input_ids
         if use_cache:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            text = past_key_values.update(text, text, 0)[0]
-        ids = text[:, 0, :, 0].long()
-        before = torch.cat([ids[:, :1], ids[:, :-1]], dim=1)[:, -input_ids.shape[1] :]
-        kept = slice(-logits_to_keep if logits_to_keep else None, None)
-        logits = self.last(input_ids[:, kept]) + self.before(before[:, kept])
+            text = input_ids[:, None, :, None]  # (B, 1, T, 1), keys of one head with one value
+            ids = past_key_values.update(text, text, 0)[0][:, 0, :, 0]
+        rows, end = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1]), ids.shape[1]
+        # The first token has none before it, and counts twice.
+        before = ids[:, end - rows - 1 : -1] if rows < end else torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
+        logits = embedding(ids[:, -rows:], self.last.weight) + embedding(before, self.before.weight)
         if self.all is not None:
-            sums = ids.cumsum(1)[:, -input_ids.shape[1] :] % self.config.vocab_size
-            logits = logits + self.all(sums[:, kept])
+            sums = ids.cumsum(1)[:, -rows:] % self.config.vocab_size
+            logits = logits + embedding(sums, self.all.weight)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values if use_cache else None)

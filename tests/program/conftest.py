@@ -16,7 +16,7 @@ import infer
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
-    save_folder(path, tiny_llama(vocab_size=300, num_hidden_layers=3), tiny_tokenizer(300))
+    save_folder(path, tiny_llama(vocab_size=300, num_hidden_layers=2), tiny_tokenizer(300))
     return path
 
 

@@ -1,15 +1,18 @@
 """The program: its flags, start, exit status, streams and records."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import records_of
 from fixed_speeds import only_engines, prefer
 from paths import ROOT
@@ -154,14 +157,64 @@ def test_an_encoder_decoder_target_runs_without_a_drafter(tmp_path: Path, main: 
     )
 
 
-def test_an_interrupt_keeps_partial_results_and_gives_status_130(folder: Path, tmp_path: Path) -> None:
+# The first strategy shows its title before it runs.
+INTERRUPTED = ("/speculative off", "/ngram off", "/length 4", "Hello")
+INTERRUPTED += ("/length 240", "/cache off", "/target off", "/beams 16", "Hello", "Hello")
+
+
+def interrupted_flags(folder: Path, file: Path) -> list[str]:
+    flags = [word for line in INTERRUPTED for word in ("-c", line)]
+    return ["--target", str(folder), "--engine", "plain", "--json", str(file), *flags]
+
+
+def is_interrupted(file: Path) -> bool:
+    rows = [(row["strategy"], row["finish"] == "interrupted") for row in records_of(file)]
+    return rows == [("target", False), ("beam", True)]
+
+
+class Titles(StringIO):
+    """Standard output that says when the last strategy begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "Beam search" in text:
+            self.begun.set()
+        return super().write(text)
+
+
+def test_an_interrupt_keeps_partial_results_and_gives_status_130(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program inside this process, begun as a background job of a shell, which ignores SIGINT."""
+    shown, ended = Titles(), threading.Event()
+
+    def interrupt() -> None:
+        if shown.begun.wait(60) and not ended.wait(0.2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "argv", ["infer.py", *interrupted_flags(folder, tmp_path / "runs.jsonl")])
+    handler, threads = signal.signal(signal.SIGINT, signal.SIG_IGN), torch.get_num_threads()
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(SystemExit) as status:
+            runpy.run_path(str(ROOT / "infer.py"), run_name="__main__")
+    finally:
+        ended.set()
+        signal.signal(signal.SIGINT, handler)
+        torch.set_num_threads(threads)
+    assert status.value.code == 130 and "Traceback" not in capsys.readouterr().err
+    assert is_interrupted(tmp_path / "runs.jsonl")
+
+
+@pytest.mark.full
+def test_an_interrupt_ends_the_process(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
-    quick = ("/speculative off", "/ngram off", "/length 4", "Hello")
-    # The first strategy shows its title before it runs.
-    lines = (*quick, "/length 240", "/cache off", "/target off", "/beams 16", "Hello", "Hello")
-    flags = [word for line in lines for word in ("-c", line)]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "infer.py"), "--target", folder, "--engine", "plain", "--json", file, *flags],
+        [sys.executable, str(ROOT / "infer.py"), *interrupted_flags(folder, file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -175,15 +228,14 @@ def test_an_interrupt_keeps_partial_results_and_gives_status_130(folder: Path, t
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert [row["strategy"] for row in records_of(file)] == ["target", "beam"]
-    assert records_of(file)[0]["finish"] != "interrupted" and records_of(file)[1]["finish"] == "interrupted"
+    assert is_interrupted(file)
 
 
 def test_a_gate_runs_the_records_of_the_program_again(main: Any, folder: Path, tmp_path: Path) -> None:
     """Whatever the speeds are, neither drafts nor texts become worse. Half of the speed is hardly ever lost."""
     file, flags = tmp_path / "base.jsonl", ("--target", folder, "--drafter", folder)
-    assert main(*flags, "--json", file, "-c", "/length 8", *("-c", "Hello there") * 5).returncode == 0
-    result = main(*flags, "--gate", file, "--tolerance", "50", "--repeats", "2")
+    assert main(*flags, "--json", file, "-c", "/length 8", *("-c", "Hello there") * 3).returncode == 0
+    result = main(*flags, "--gate", file, "--tolerance", "50", "--repeats", "1")
     last = result.stdout.splitlines()[-1]
     assert result.returncode in (0, 3) and last.startswith("gate: ") and "other texts" not in last
     assert main(*flags, "--gate", tmp_path / "none").returncode == 1

@@ -25,7 +25,7 @@ def test_lines_of_dash_c_run_in_order_and_messages_go_to_standard_error(
     assert all(row["same_as_baseline"] for row in records_of(file))
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("end", ["\n", pytest.param("", marks=pytest.mark.full)])
 def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main: Any) -> None:
     file = tmp_path / "runs.jsonl"
     result = main("--target", folder, "--json", file, stdin='/length 4\n\n"""/gamma"""\nHello' + end)
@@ -35,10 +35,19 @@ def test_piped_lines_run_one_by_one(end: str, folder: Path, tmp_path: Path, main
 
 def test_only_newlines_end_piped_lines(folder: Path, tmp_path: Path, main: Any) -> None:
     file = tmp_path / "runs.jsonl"
-    for line in ("/system a\u2028/seed 7", "a\r/seed 7", "b\x0c/seed 7\r"):
-        result = main("--target", folder, "--json", file, stdin=f"/length 1\n/ngram off\n{line}\nHello")
-        assert result.returncode == 0 and records_of(file)[-1]["seed"] == 42, line
-        assert line.startswith("/") or records_of(file)[-3]["prompt"] == line.removesuffix("\r")
+    lines = (
+        "/length 1",
+        "/speculative off",
+        "/ngram off",
+        "/system a\u2028/seed 7",
+        "a\r/seed 7",
+        "b\x0c/seed 7\r",
+        "Hello",
+    )
+    assert main("--target", folder, "--json", file, stdin="\n".join(lines)).returncode == 0
+    rows = records_of(file)
+    assert [row["prompt"] for row in rows] == ["a\r/seed 7", "b\x0c/seed 7", "Hello"]
+    assert {row["seed"] for row in rows} == {42} and {row["settings"]["system"] for row in rows} == {"a\u2028/seed 7"}
 
 
 def test_a_failed_line_gives_status_one_and_the_rest_still_runs(folder: Path, main: Any) -> None:

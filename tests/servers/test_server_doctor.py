@@ -22,15 +22,13 @@ from servers.server_sessions import server_session
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sampling import autoregressive_steps
+from utils.commands.experiments.speed_model import expected_drafts
+from utils.commands.servers import server_doctor
 from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
-from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
-from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
 from utils.drafter_formats.target_parts import DraftHead, share_parts
-from utils.metrics.results import tokens_of
 from utils.models.feature_drafter import Conventions
 from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
@@ -39,9 +37,23 @@ from utils.servers.kinds.server_kind import setup_facts
 
 WORDS = "apple bread cloud dream eagle flame grape house island jungle kettle lemon"
 PROMPTS = [f"{word} has {len(word)} letters" for word in WORDS.split()]
-LENGTH, RIGHT = 12, Conventions((1, 2, 3))
+LENGTH, RIGHT = 8, Conventions((1, 2, 3))
 SHORT = f"length={LENGTH} long=0"
-PACE = Faults(chunk_delay=0.005)  # of the baseline
+AT_ONCE = Faults(tokens_per_chunk=100)  # where speed does not matter
+PACE = Faults(chunk_delay=0.005)  # of the baseline where it does
+
+
+EXPECTED: dict[tuple[Any, ...], Any] = {}
+
+
+def expected_once(job: Any, text: Any, temperature: float, count: int, *, counts_ends: bool = False) -> Any:
+    """What is expected of a text. Greedy texts are the same in most examinations."""
+    pair, options = job.pair, (temperature, count, counts_ends)
+    conventions = pair.drafter.conventions if isinstance(pair.drafter, Eagle3) else None
+    key = (pair.target, pair.drafter, conventions, *text.context, "answer", *text.tokens, options)
+    if key not in EXPECTED:
+        EXPECTED[key] = expected_drafts(job, text, temperature, count, counts_ends=counts_ends)
+    return EXPECTED[key]
 
 
 @pytest.fixture
@@ -54,11 +66,21 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What the screen shows of an examination, and its findings."""
+    monkeypatch.setattr(server_doctor, "expected_drafts", expected_once)
 
     def run(
-        server: DecodingServer, options: str = SHORT, *lines: str, pair: Any = "own", **address: str
+        server: DecodingServer,
+        options: str = SHORT,
+        *lines: str,
+        pair: Any = "own",
+        template: bool = False,
+        **address: str,
     ) -> tuple[str, list[Any]]:
         file = tmp_path / "doctor.jsonl"
+        if not template:  # a server that does not tokenize chats is not asked for texts in its own template
+            server.posted.clear()
+        if not address.get("baseline"):
+            server.faults = AT_ONCE
         with server, DecodingServer(pair=server.pair, fault="off", faults=PACE) as plain:
             loaded = server.pair if pair == "own" else pair
             addresses = ServerAddress("plain", plain.url), ServerAddress("spec", server.url, **address)
@@ -76,11 +98,7 @@ def examined(view: Screen, prompts: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def eagle_pair() -> TinyPair:
     """A target and an EAGLE-3 drafter that has learnt its greedy answers to the prompts."""
     pair = tiny_pair(kind="llama", drafter=False, num_hidden_layers=4)
-    texts = []
-    for prompt in PROMPTS:
-        ids = pair.tokenizer(prompt)["input_ids"][:24]
-        plan = Decoding.of(None, 44 - len(ids), end_ids=None, seed=0)
-        texts.append([*ids, *tokens_of(autoregressive_steps(ids, ModelSession(pair.target, rewinds=False), plan))])
+    texts = _greedy_texts(pair, 36)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}), head_norms=False)
@@ -91,10 +109,23 @@ def eagle_pair() -> TinyPair:
         share_parts(drafter, pair.target.get_input_embeddings(), head, pair.target)
         drafter.requires_grad_(True)
         drafter.embed_tokens.requires_grad_(False)
-        _fit(drafter, pair.target, torch.tensor(texts))
+        _fit(drafter, pair.target, texts)
         drafter.requires_grad_(False)
     pair.drafter, pair.drafter_kind, pair.drafter_name = drafter, "EAGLE-3", "tiny-eagle"
     return pair
+
+
+@torch.no_grad()
+def _greedy_texts(pair: TinyPair, length: int) -> torch.Tensor:
+    """The prompts with greedy answers of the target (B, length). What follows a token does not change its logits."""
+    prompts = [pair.tokenizer(prompt)["input_ids"][:24] for prompt in PROMPTS]
+    texts = torch.tensor([ids + [0] * (length - len(ids)) for ids in prompts])
+    ends, rows = torch.tensor([len(ids) for ids in prompts]), torch.arange(len(prompts))
+    while (short := ends < length).any():
+        following = pair.target(texts).logits[rows, ends - 1].argmax(-1)
+        texts[rows[short], ends[short]] = following[short]
+        ends += short
+    return texts
 
 
 def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
@@ -104,8 +135,8 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
     states = states.reshape(len(texts), texts.shape[1], -1)
     drafter.config._attn_implementation = "sdpa"  # which has gradients
     positions = torch.arange(texts.shape[1])[None]
-    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=5e-3)
-    for _ in range(80):
+    optimizer = torch.optim.Adam([part for part in drafter.parameters() if part.requires_grad], lr=1.5e-2)
+    for _ in range(50):
         made = drafter.next_states(drafter.fuse_features(states[:, :-2]), texts[:, 1:-1], positions[:, :-2], None)
         loss = cross_entropy(drafter.logits(made.flatten(0, 1)), texts[:, 2:].flatten())
         fed = drafter.feedback(made)[:, :-1]
@@ -118,7 +149,7 @@ def _fit(drafter: Eagle3, target: Any, texts: torch.Tensor) -> None:
 
 
 def test_a_sound_server_is_called_sound(examined: Any) -> None:
-    shown, findings = examined(DecodingServer(pair=noisy_pair()))
+    shown, findings = examined(DecodingServer(pair=noisy_pair()), template=True)
     assert "Sound: drafts are accepted as expected" in shown and "at most 1%" in shown
     assert {row["cause"] for row in findings} == {"sound"} and "Settings for other programs:" in shown
     greedy = [row for row in findings if row["texts"] == "greedy"]
@@ -132,13 +163,13 @@ def test_a_sound_server_is_called_sound(examined: Any) -> None:
     [
         ("off", SHORT, "spec makes no drafts"),
         ("cliff", SHORT, "before position 2 are accepted as expected, and at position 2 0.0"),
-        ("window", f"length={LENGTH} long=150", "Sound in short contexts, but in long ones draft 1 is accepted at"),
+        ("window", f"length={LENGTH} long=80", "Sound in short contexts, but in long ones draft 1 is accepted at"),
         ("greedy drafts", SHORT, "the server drafts greedily at a temperature above 0"),
         ("template", SHORT, "Sound with the prompts of this program, but in the other chat template"),
     ],
 )
 def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str, expected: str) -> None:
-    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault=fault), options)
+    shown, _ = examined(DecodingServer(pair=noisy_pair(), fault=fault), options, template=fault == "template")
     assert expected in shown and ('"probabilistic"' in shown) == (fault == "greedy drafts")
 
 
@@ -146,7 +177,7 @@ def test_a_planted_fault_gets_its_cause(examined: Any, fault: str, options: str,
     ("room", "expected"),
     [
         (0, r'makes no drafts on long context texts\..*"num_speculative_tokens": 3'),
-        (6, r"spec made no drafts in [5-9]\d% of the decode steps of long context texts"),
+        (2, r"spec made no drafts in [5-9]\d% of the decode steps of long context texts"),
     ],
 )
 def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expected: str) -> None:
@@ -155,7 +186,7 @@ def test_a_drafter_whose_context_is_full_is_named(examined: Any, room: int, expe
     assert "decode steps of greedy texts" not in shown
 
 
-@pytest.mark.parametrize("gamma", [3, 5])
+@pytest.mark.parametrize("gamma", [3, pytest.param(5, marks=pytest.mark.full)])
 def test_drafts_that_are_shorter_at_the_end_of_a_text_are_no_cliff(examined: Any, gamma: int) -> None:
     """Counters do not say where a draft ended, and the texts of a drafter that is always right end at the same one."""
     pair = TinyPair(**{**vars(noisy_pair()), "drafter": noisy_pair().target})
@@ -167,7 +198,7 @@ def test_drafts_that_are_shorter_at_the_end_of_a_text_are_no_cliff(examined: Any
 
 def test_drafts_that_end_early_are_compared_without_positions(examined: Any) -> None:
     early = DecodingServer(pair=noisy_pair(), fault="early", others=lambda number: 0)
-    shown, findings = examined(early)
+    shown, findings = examined(early, "length=12 long=0")
     assert "spec often ends its drafts before 3 tokens" in shown
     assert {(row["cause"], row["position"]) for row in findings} == {("sound", 0)}
     exact = DecodingServer(pair=noisy_pair(), fault="early")  # its answers say how long each draft was
@@ -237,7 +268,7 @@ def test_texts_that_are_tokenized_otherwise_are_not_replayed(examined: Any) -> N
     server = DecodingServer(pair=noisy_pair())
     shown, findings = examined(server, omit="return_token_ids")
     assert "greedy: 12 of 12 texts are left out" in shown and "cannot be replayed here" in shown and not findings
-    shown, findings = examined(DecodingServer(pair=noisy_pair(), fault="chats without ids"))
+    shown, findings = examined(DecodingServer(pair=noisy_pair(), fault="chats without ids"), template=True)
     assert "other template: 12 of 12 texts are left out" in shown
     assert {row["cause"] for row in findings} == {"sound"}
     assert {row["texts"] for row in findings} == {"greedy", "sampled"}

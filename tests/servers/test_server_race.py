@@ -59,7 +59,7 @@ def rows_of(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_a_race_of_the_last_prompt(two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path) -> None:
-    two[0].faults, two[1].faults = Faults(chunk_delay=0.05), Faults()
+    two[0].faults, two[1].faults = Faults(chunk_delay=0.025), Faults()
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     assert session.handle("Hello") is Verdict.DONE
     for server in two:
@@ -290,7 +290,7 @@ def test_a_prompt_names_other_clients(two: tuple[Loopback, Loopback], view: Scre
 def test_tokens_per_forward_limit_what_is_said_of_a_server(
     two: tuple[Loopback, Loopback], view: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two[0].faults = Faults(chunk_delay=0.05)
+    two[0].faults = Faults(chunk_delay=0.025)
     found = ServerAcceptance(6, 3, forwards=3)  # of 6 tokens
     monkeypatch.setattr(ServerKind, "acceptance", lambda *arguments: found)
     session = server_session(view, *addresses(two))
@@ -303,7 +303,7 @@ def test_tokens_per_forward_limit_what_is_said_of_a_server(
     assert "1.00 tokens per forward cannot" in shown and "noise" in shown
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e300", "-5", "x"])
+@pytest.mark.parametrize("value", ["NaN", "1e300", "-5", "x", pytest.param("+Inf", marks=pytest.mark.full)])
 def test_counters_that_cannot_be_true_are_ignored(
     value: str, two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_server_that_helps(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 3, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.03)
+    two[0].faults = Faults(chunk_delay=0.015)
     started = {"spec": Speculation("lookup", 3)}
     monkeypatch.setattr(LocalServers, "speculation_of", lambda local, name: started.get(name))
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
@@ -84,7 +84,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted(6, 0, monkeypatch)
-    two[0].faults = Faults(chunk_delay=0.03)
+    two[0].faults = Faults(chunk_delay=0.015)
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert row["speedup"] > 1 and row["without_gain"] and row["verdict"] == "not distinguishable"
@@ -94,7 +94,7 @@ def test_without_accepted_drafts_nothing_is_recommended(
 def test_the_best_of_several_is_chosen_on_other_prompts(
     two: tuple[Loopback, Loopback], view: Screen, tmp_path: Path
 ) -> None:
-    two[0].faults = two[1].faults = Faults(chunk_delay=0.03)
+    two[0].faults = two[1].faults = Faults(chunk_delay=0.015)
     with Loopback() as quick:
         third = ServerAddress("quick", quick.url, baseline="plain")
         session = server_session(view, *addresses(two), third, records=tmp_path / "r.jsonl")

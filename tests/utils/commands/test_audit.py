@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Restless, Screen, checked, open_session, records_of, tiny_pair, with_speculative
+from fakes import Restless, Screen, checked, open_session, records_of, table_pair, tiny_pair, with_speculative
 from tiny import tiny_mamba
 
 from utils.commands.checks import EQUAL_TEXTS, NO_DIFFERENCE
@@ -40,7 +40,7 @@ def test_an_audit_uses_the_last_prompt_and_the_widest_verify_pass(view: Screen, 
 
 
 def test_a_model_that_is_not_deterministic_is_detected(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     pair.target = Restless(pair.target, by_call=0.4)
     record = checked(open_session(view, pair, records=file), file, "/audit 4")
     rows = {row["mode"]: row for row in record["findings"]}
@@ -50,7 +50,7 @@ def test_a_model_that_is_not_deterministic_is_detected(view: Screen, tmp_path: P
 
 
 def test_verify_widths_that_flip_choices_are_detected(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     pair.target = Restless(pair.target, by_rows=0.5)
     record = checked(open_session(view, pair, records=file), file, "/audit 4")
     logits = record["findings"][1]
@@ -75,7 +75,7 @@ def test_a_strategy_whose_text_depends_on_the_order_of_runs_is_detected(view: Sc
 
 
 def test_caches_that_move_logits_are_detected(view: Screen, tmp_path: Path) -> None:
-    file, pair = tmp_path / "runs.jsonl", tiny_pair()
+    file, pair = tmp_path / "runs.jsonl", table_pair()
     pair.target = Restless(pair.target, by_cache=0.5)
     record = checked(open_session(view, pair, records=file), file, "/audit 2")
     rows = {row["mode"]: row for row in record["findings"]}

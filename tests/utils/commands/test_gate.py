@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from math import exp
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, records_of, table_pair
+from fakes import Screen, open_session, records_of, screen, table_pair
 from recordings import Row, edited, recorded
 from simulations import FEWER
 
@@ -126,6 +128,20 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return speeds
 
 
+@cache
+def records_of_lines() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return recorded(screen(), Path(folder), *LINES).read_text()
+
+
+@pytest.fixture
+def lines_file(tmp_path: Path, steady: Any) -> Path:
+    """Records of LINES at the usual speeds."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text(records_of_lines())
+    return file
+
+
 def gated(view: Screen, file: Path, options: str = "", pair: Any = None) -> tuple[Verdict, dict[str, Row], list[str]]:
     """How a gate ends in a new session, its rows by strategy, and its conclusion."""
     again = file.with_name("again.jsonl")
@@ -139,10 +155,9 @@ def gated(view: Screen, file: Path, options: str = "", pair: Any = None) -> tupl
     return verdict, rows, reports[-1]["conclusion"] if reports else [view.take()[1]]
 
 
-def test_the_same_runs_pass_on_a_machine_of_half_the_speed(view: Screen, tmp_path: Path, steady: Any) -> None:
-    file = recorded(view, tmp_path, *LINES)
+def test_the_same_runs_pass_on_a_machine_of_half_the_speed(view: Screen, steady: Any, lines_file: Path) -> None:
     steady.update({name: speed / 2 for name, speed in SPEEDS.items()})
-    verdict, rows, lines = gated(view, file)
+    verdict, rows, lines = gated(view, lines_file)
     assert verdict is Verdict.DONE and "gate: passed (tolerance 5 %)" in lines[-1]
     assert [row["verdict"] for row in rows.values()] == ["passed", "passed", "reference"]
     assert all(row["same_texts"] == row["compared_texts"] == 6 and row["runs"] == "6 x 1" for row in rows.values())
@@ -157,37 +172,34 @@ def test_without_runs_of_the_target_tokens_per_second_count(view: Screen, tmp_pa
     assert "speculative is slower, 0.500 of the recorded tokens/s" in lines[-1]
 
 
-def test_a_slower_strategy_fails_beyond_the_tolerance(view: Screen, tmp_path: Path, steady: Any) -> None:
-    file = recorded(view, tmp_path, *LINES)
+def test_a_slower_strategy_fails_beyond_the_tolerance(view: Screen, steady: Any, lines_file: Path) -> None:
     steady["ngram"] *= 0.92
-    verdict, rows, lines = gated(view, file)
+    verdict, rows, lines = gated(view, lines_file)
     assert verdict is Verdict.FAILED and rows["ngram"]["verdict"] == WORSE and "ngram is slower, 0.920" in lines[-1]
     assert rows["speculative"]["verdict"] == "passed"
-    assert gated(view, file, "9% x1")[0] is Verdict.DONE
+    assert gated(view, lines_file, "9% x1")[0] is Verdict.DONE
 
 
-def test_fewer_accepted_drafts_are_counted_exactly(view: Screen, tmp_path: Path, steady: Any) -> None:
-    file = recorded(view, tmp_path, *LINES)
-
+def test_fewer_accepted_drafts_are_counted_exactly(view: Screen, lines_file: Path) -> None:
     def more(row: Row) -> None:
         if row["strategy"] == "speculative":
             row["accepted"] += 1
 
-    verdict, rows, lines = gated(view, edited(file, more))
+    verdict, rows, lines = gated(view, edited(lines_file, more))
     now = rows["speculative"]["accepted"][1] * 12
     assert 0 < now / (now + 1) < 0.95 and rows["speculative"]["speed"] == "passed"
     assert verdict is Verdict.FAILED and rows["speculative"]["drafts"] == WORSE
-    assert gated(view, file, "50%")[0] is Verdict.DONE
+    assert gated(view, lines_file, "50%")[0] is Verdict.DONE
     assert "fewer drafts accepted" in lines[-1]
 
 
-def test_other_texts_fail_only_where_equality_is_guaranteed(view: Screen, tmp_path: Path, steady: Any) -> None:
+def test_other_texts_fail_only_where_equality_is_guaranteed(view: Screen, lines_file: Path) -> None:
     def other(row: Row) -> None:
         row["engine"]["verified"] = True
         if row["strategy"] == "target":
             row["token_ids"][3] ^= 1
 
-    file = edited(recorded(view, tmp_path, *LINES), other)
+    file = edited(lines_file, other)
     verdict, rows, lines = gated(view, file)
     assert verdict is Verdict.FAILED and rows["target"]["other_texts_in_lines"] == [3, 6, 9, 12, 15, 18]
     assert "where equality is guaranteed" in lines[-1] and not rows["ngram"]["other_texts_in_lines"]
@@ -196,10 +208,8 @@ def test_other_texts_fail_only_where_equality_is_guaranteed(view: Screen, tmp_pa
     assert verdict is Verdict.DONE and rows["target"]["same_texts"] == 0 and "torch" in " ".join(lines)
 
 
-def test_a_text_that_is_not_the_targets_fails(
-    view: Screen, tmp_path: Path, steady: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = edited(recorded(view, tmp_path, *LINES), lambda row: row["versions"].update(torch="1.0"))
+def test_a_text_that_is_not_the_targets_fails(view: Screen, lines_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = edited(lines_file, lambda row: row["versions"].update(torch="1.0"))
     rerun = gate.rerun
 
     def wrong(past: RecordedRun, *rest: Any) -> RunMatch:
@@ -213,12 +223,14 @@ def test_a_text_that_is_not_the_targets_fails(
     assert verdict is Verdict.FAILED and rows["ngram"]["other_texts_in_lines"] == [2]
 
 
-def test_records_that_cannot_run_fail_and_too_few_are_not_decided(view: Screen, tmp_path: Path, steady: Any) -> None:
+def test_records_that_cannot_run_fail_and_too_few_are_not_decided(
+    view: Screen, tmp_path: Path, lines_file: Path
+) -> None:
     for count in (1, 4):
         verdict, rows, lines = gated(view, recorded(view, tmp_path, *("Hello",) * count))
         assert verdict is Verdict.UNDECIDED and rows["ngram"]["runs"] == f"{count} x 1" and gate.RECORD_MORE in lines[0]
         (tmp_path / "runs.jsonl").unlink()
-    verdict, rows, lines = gated(view, recorded(view, tmp_path, *LINES), pair=table_pair(drafter=False))
+    verdict, rows, lines = gated(view, lines_file, pair=table_pair(drafter=False))
     assert verdict is Verdict.FAILED and set(rows) == {"ngram", "target"} and "6 records could not run" in lines[-1]
 
 
@@ -244,12 +256,12 @@ def test_the_advice_on_repeats_suffices() -> None:
 
 
 def test_the_summary_of_github_is_markdown(
-    view: Screen, tmp_path: Path, steady: Any, monkeypatch: pytest.MonkeyPatch
+    view: Screen, tmp_path: Path, lines_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, summary = recorded(view, tmp_path, *LINES), tmp_path / "summary.md"
+    summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     monkeypatch.setenv(gate.SUMMARY, str(summary))
-    _, rows, lines = gated(view, file)
+    _, rows, lines = gated(view, lines_file)
     text = summary.read_text().splitlines()
     assert text[:2] == ["before", f"**{lines[-1]}**"] and sum(line.startswith("| ") for line in text) == 2 + len(rows)
 

@@ -15,11 +15,11 @@ import torch
 from fake_training import fake_program, ticks
 from fakes import Screen, open_session, records_of, table_pair
 from tiny import save_folder, tiny_llama, tiny_tokenizer
-from verdict_runs import STEP, Runs
+from verdict_runs import STEP, Runs, helpful
 
 from ngram_assisted import load_storage
+from sampling.distill.__main__ import main as distill
 from utils.commands import learn
-from utils.commands.verdicts import measurement
 from utils.comparison import speed_claims, training
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.decode.steps import Step
@@ -75,18 +75,32 @@ def trained(session: ReplSession, folders: Path, tmp_path: Path, behaviour: str 
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_damaged_drafter_learns_is_used_and_undone(
-    session: ReplSession, folders: Path, home: Path, view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: bool,
+    session: ReplSession,
+    folders: Path,
+    home: Path,
+    view: Screen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The real training, of 128 steps in seconds, at the usual priority and with a larger learning rate."""
-    monkeypatch.setattr(training, "PROGRAM", (*training.PROGRAM[:2], *training.PROGRAM[5:]))
-    for name, value in {"PAGE": 2048, "STEP": 128, "RATE": 0.05, "TOKENS_PER_MINUTE": 68}.items():
+    """The real training, of 64 steps in seconds, with a larger learning rate: alone in its process at the usual
+    priority, or in this one with the arguments of that process. All rounds of the race take the same time, so only
+    accepted drafts make it faster.
+    """
+    assert training.PROGRAM[-2:] == ("-m", distill.__module__.removesuffix(".__main__"))
+    program = (*training.PROGRAM[:2], *training.PROGRAM[5:]) if alone else fake_program(tmp_path, "wait")
+    monkeypatch.setattr(training, "PROGRAM", program)
+    for name, value in {"PAGE": 1024, "STEP": 128, "RATE": 0.05, "TOKENS_PER_MINUTE": 34}.items():
         monkeypatch.setattr(learn, name, value)
-    monkeypatch.setattr(measurement, "TOTAL_SECONDS", 3.0)
+    Runs(monkeypatch, helpful)
     old = session.harness.pair
     for line in ("/length 24", f"/learn 60 {folders / 'prompts.txt'}"):
         assert session.handle(line) is Verdict.DONE
     assert "learning from 7 prompts for about 60 min" in (shown := view.take()[1]) and "5 prompts are kept" in shown
+    one = session.harness.state.training
+    assert one is not None and (alone or distill([*one._process.command[len(program) :]]) == 0)
     assert session.handle("/learn wait") is Verdict.DONE
     report, _ = view.take()
     row = records_of(tmp_path / "records.jsonl")[-1]["findings"][-1]
@@ -134,7 +148,7 @@ def test_noise_is_not_used(
     """A drafter with the same weights, in five races whose runs vary by a tenth."""
     used, old, state = 0, session.harness.pair, session.harness.state
     trained(session, folders, tmp_path)
-    same, runs = state.training, fake_runs(monkeypatch, 1.0, noise=0.1)
+    same, runs = state.training, fake_runs(monkeypatch, 1.0, noise=0.1, passes=4)
     for number in range(5):
         state.training, runs._random = same, np.random.default_rng(number)
         assert session.handle("/learn wait") is Verdict.DONE

@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 from fakes import Screen, open_session, records_of, screen, table_pair, tiny_pair
-from shelf import fill_shelf
 from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from utils.config.settings import setting_fields
@@ -17,12 +16,10 @@ from utils.repl.repl_session import ReplSession, Verdict
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    root = tmp_path_factory.mktemp("shelf")
-    save_folder(
-        root / "short", tiny_llama(2, vocab_size=280, max_position_embeddings=20), tiny_tokenizer(280, chat=False)
-    )
-    return fill_shelf(root)
+def short(tmp_path_factory):
+    """A target with a short context and no chat template."""
+    model = tiny_llama(2, vocab_size=280, max_position_embeddings=20, num_hidden_layers=1)
+    return save_folder(tmp_path_factory.mktemp("short"), model, tiny_tokenizer(280, chat=False))
 
 
 def opened(view: Screen, records=None) -> ReplSession:
@@ -56,7 +53,7 @@ def test_what_is_not_named_stays_and_a_new_target_drops_the_drafter(shelf):
     assert shown[1:] == [("target", "drafter", "int8"), ("target", "layers:2", "int8"), ("single", "", "int8")]
 
 
-def test_settings_that_no_longer_fit_are_reset(shelf):
+def test_settings_that_no_longer_fit_are_reset(short):
     """Layers of the old target, a top-k above the new vocabulary, too long a length, chat without a template."""
     view = screen()
     session = open_session(view, tiny_pair(num_hidden_layers=2), load=load_pair)
@@ -65,7 +62,7 @@ def test_settings_that_no_longer_fit_are_reset(shelf):
         "/length 60",
         "/processor topk 1 290",
         "/seed 5",
-        f"/load target={shelf / 'short'}",
+        f"/load target={short}",
     ):
         assert session.handle(line) is Verdict.DONE
     assert (session.settings.drafter_kind, session.settings.length, session.settings.uses_chat) == (
@@ -77,10 +74,10 @@ def test_settings_that_no_longer_fit_are_reset(shelf):
     assert NO_TEMPLATE in view.take()[1]
 
 
-def test_chat_is_decided_anew_for_each_tokenizer_unless_the_user_turned_it_off(shelf, tmp_path):
+def test_chat_is_decided_anew_for_each_tokenizer_unless_the_user_turned_it_off(shelf, short, tmp_path):
     view, file = screen(), tmp_path / "r.jsonl"
     session = opened(view, file)
-    with_template, without = (f"/load target={shelf / name}" for name in ("single", "short"))
+    with_template, without = (f"/load target={folder}" for folder in (shelf / "single", short))
     for line, chats in ((without, False), (with_template, True)):
         for typed in (line, "/length 2", "hello"):
             assert session.handle(typed) is Verdict.DONE, view.take()

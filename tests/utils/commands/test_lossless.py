@@ -31,12 +31,12 @@ def test_correct_strategies_pass(rule: str, view: Screen, tmp_path: Path) -> Non
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
     lines = ("/drafter on", "/length 4", "Hello", "/processor topk 1.5 12")
-    record = checked(session, file, *lines, f"/verify {rule}", "/lossless 120")
+    record = checked(session, file, *lines, f"/verify {rule}", "/lossless 90")
     assert record["record"] == "lossless" and record["finished"] and record["settings"]["verify"] == rule
     rows = {row["strategy"]: row for row in record["findings"]}
     assert list(rows) == ["speculative", "ngram", "target", "drafter"]
     for name in ("speculative", "ngram", "target"):
-        assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 120 and rows[name]["cells"] >= 6
+        assert rows[name]["p_value"] > 1e-3 and rows[name]["draws"] == 90 and rows[name]["cells"] >= 6
         assert rows[name]["verdict"] == NO_DIFFERENCE
     assert rows["drafter"]["verdict"] == OTHER
     assert rows["ngram"]["p_value"] == rows["target"]["p_value"]  # exactly the same draws
@@ -90,10 +90,10 @@ def hotter(job: Job) -> Any:
 def test_a_strategy_with_a_different_distribution_is_detected(view: Screen, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file, strategies=with_speculative(hotter))
-    record = checked(session, file, "/processor multinomial 1", "/length 2", "Hello", "/lossless 250")
-    wrong, *right = record["findings"]
+    record = checked(session, file, "/ngram off", "/processor multinomial 1", "/length 2", "Hello", "/lossless 250")
+    wrong, right = record["findings"]
     assert wrong["p_value"] < 1e-8 and wrong["verdict"] == WRONG
-    assert all(row["verdict"] == NO_DIFFERENCE for row in right)
+    assert right["verdict"] == NO_DIFFERENCE
 
 
 def test_an_impossible_draw_is_detected_at_once(view: Screen, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_impossible_draw_is_detected_at_once(view: Screen, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
-        ("llama", True),
+        ("table", True),
         ("t5", False),
         pytest.param("llama", False, marks=pytest.mark.full),
         pytest.param("t5", True, marks=pytest.mark.full),
@@ -128,7 +128,7 @@ def test_draws_with_a_shared_prefill_equal_those_of_fresh_runs(
     monkeypatch.setattr(ModelSession, "read", counted)
     prefills = SharedPrefills()
     for strategy in STRATEGIES[:4]:
-        for seed in range(5):
+        for seed in range(3):
             runs = []
             for shared in (prefills, None):
                 storage = empty_storage(settings, pair)
@@ -162,9 +162,9 @@ def test_rounding_that_decides_is_not_a_bug_of_the_strategy(view: Screen, tmp_pa
         "/length 2",
         "Hello",
         "/processor topk 1 1",
-        "/lossless 30",
+        "/lossless 15",
         "/processor topk 1 5",
-        "/lossless 60",
+        "/lossless 30",
     )
     for row in records_of(file)[-2]["findings"] + record["findings"]:
         assert row["verdict"] != WRONG, row

@@ -22,7 +22,7 @@ def test_readings_are_listed_and_a_random_drafter_is_not_said_to_fit(tmp_path, m
     target = save_folder(tmp_path / "target", tiny_llama(num_hidden_layers=6), tiny_tokenizer(VOCABULARY))
     drafter = write_checkpoint(tmp_path / "drafter", speculators_config({}), eagle3_tensors({}))
     pair = load(target, drafter)
-    varied = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    varied = torch.randint(VOCABULARY, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     monkeypatch.setattr(
         "utils.pairs.doctor.own_text", lambda target, prompt, *rest, **others: [*[1] * len(prompt), *varied]
     )
@@ -48,8 +48,8 @@ def test_causes_are_found_for_any_drafter(
     pair: Callable[[], TinyPair], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt(f"{word} has {len(word)} letters") for word in WORDS.split()]
-    monkeypatch.setattr(pairs, "CAUSE_TOKENS", 16)
-    monkeypatch.setattr(pairs, "LONG_TOKENS", 128)
+    monkeypatch.setattr(pairs, "CAUSE_TOKENS", 10)
+    monkeypatch.setattr(pairs, "LONG_TOKENS", 48)
     monkeypatch.setattr(pairs, "plan_prompts", lambda *arguments: SimpleNamespace(measured=prompts))
     view, file = screen(), tmp_path / "records.jsonl"
     record = checked(open_session(view, pair(), records=file), file, "/pair doctor")

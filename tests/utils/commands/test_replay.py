@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from fakes import Screen, open_session, records_of, tiny_pair
+from fakes import Screen, open_session, records_of, screen, tiny_pair
 from recordings import Row, edited, interrupt_after, recorded
 
 from utils.commands import compare
@@ -23,6 +25,19 @@ def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@cache
+def _sampled() -> str:
+    with TemporaryDirectory() as folder:
+        return recorded(screen(), Path(folder), *SAMPLING).read_text()
+
+
+def sampled(folder: Path) -> Path:
+    """A file with the records of a session that processed SAMPLING."""
+    file = folder / "runs.jsonl"
+    file.write_text(_sampled())
+    return file
+
+
 def replayed(view: Screen, file: Path, pair: Any = None) -> tuple[list[Row], str]:
     """The rows and the conclusion of a replay in a new session, which the replay does not change."""
     again = file.with_name("again.jsonl")
@@ -35,7 +50,7 @@ def replayed(view: Screen, file: Path, pair: Any = None) -> tuple[list[Row], str
 
 
 def test_a_different_seed_is_noticed(view: Screen, tmp_path: Path) -> None:
-    file = edited(recorded(view, tmp_path, *SAMPLING), lambda row: row["settings"].update(seed=43))
+    file = edited(sampled(tmp_path), lambda row: row["settings"].update(seed=43))
     rows, conclusion = replayed(view, file)
     assert all(row["first_difference"] is not None for row in rows) and conclusion.count("texts: 0 of 1") == 3
     assert f"token {rows[0]['first_difference'] + 1}" in view.take()[0]
@@ -55,7 +70,7 @@ def test_a_different_token_is_noticed_at_its_position(view: Screen, tmp_path: Pa
     def change(row: Row) -> None:
         row["token_ids"][5] ^= 1
 
-    rows, _ = replayed(view, edited(recorded(view, tmp_path, *SAMPLING), change))
+    rows, _ = replayed(view, edited(sampled(tmp_path), change))
     assert [row["first_difference"] for row in rows] == [5, 5, 5] and view.take()[0].count("token 6") == 3
 
 
@@ -68,7 +83,7 @@ def test_different_circumstances_are_named_once_each(view: Screen, tmp_path: Pat
             row["versions"]["numpy"] = "0.9"
             row["drafter_kind"] = "other"
 
-    rows, conclusion = replayed(view, edited(recorded(view, tmp_path, *SAMPLING), change))
+    rows, conclusion = replayed(view, edited(sampled(tmp_path), change))
     lines = conclusion.split(f"{DIFFERENT}\n")[1].splitlines()
     changes = [
         ("torch", "1.0"),
@@ -129,7 +144,7 @@ def test_a_conversation_is_replayed_turn_by_turn(view: Screen, tmp_path: Path) -
 
 
 def test_an_empty_history_is_the_first_turn(view: Screen, tmp_path: Path) -> None:
-    file = edited(recorded(view, tmp_path, *SAMPLING), lambda row: row.update(history=[], turn=0))
+    file = edited(sampled(tmp_path), lambda row: row.update(history=[], turn=0))
     assert [row["first_difference"] for row in replayed(view, file)[0]] == [None] * 3
 
 
@@ -151,7 +166,7 @@ def test_missing_circumstances_are_named(view: Screen, tmp_path: Path) -> None:
 def test_a_different_chat_template_is_named(view: Screen, tmp_path: Path) -> None:
     pair = tiny_pair()
     pair.tokenizer.chat_template = "New: " + pair.tokenizer.chat_template
-    rows, conclusion = replayed(view, recorded(view, tmp_path, *SAMPLING), pair)
+    rows, conclusion = replayed(view, sampled(tmp_path), pair)
     assert len(rows) == 3 and "the prompt has a different number of tokens" in conclusion
 
 
@@ -169,7 +184,7 @@ def test_invalid_files_are_refused(view: Screen, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_the_finished_rows(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = recorded(view, tmp_path, *SAMPLING)
+    file = sampled(tmp_path)
     interrupt_after(monkeypatch, 4)  # two runs of each record, the first of them to warm up
     session = open_session(view, records=tmp_path / "again.jsonl")
     assert session.handle(f"/replay {file}") is Verdict.INTERRUPTED

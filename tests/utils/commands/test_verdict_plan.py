@@ -18,7 +18,7 @@ def test_one_prompt_is_run_as_long_as_there_is_time_for(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 32 tokens of an answer are not the answer: drafts may be accepted less often later on."""
-    runs = Runs(monkeypatch, lambda strategy, step: 0.075)
+    runs = Runs(monkeypatch, lambda strategy, step: 0.075, passes=20)
     session = session_of(view, tmp_path)
     session.handle("/length 128")
     assert session.handle("one and more one") is Verdict.DONE
@@ -43,7 +43,7 @@ def test_what_chooses_the_candidate_is_never_measured(
     """The tuning prompts are run before all others, and none of their runs is among the measured ones."""
     runs = Runs(monkeypatch, helpful)
     session = session_of(view, tmp_path)
-    path = prompts_file(tmp_path, TEXTS)
+    path = prompts_file(tmp_path, [*TEXTS, "eight"])
     plan = plan_prompts(str(path), [])
     row, _ = verdict_of(session, view, tmp_path, f"/verdict {path}")
     tuning, measured = ids_of(session, plan.tuning), ids_of(session, plan.measured)
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_the_finished_pairs(view: Screen, tmp_path: Path, monkeypat
 
 
 def test_prompts_that_cannot_run_are_skipped(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Runs(monkeypatch, helpful)
+    Runs(monkeypatch, helpful, passes=1)
     session = session_of(view, tmp_path)
     path = prompts_file(tmp_path, [*TEXTS[:4], "x" * 900, "y" * 901, *TEXTS[4:]])
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {path}")
@@ -142,7 +142,7 @@ def test_a_first_interval_within_a_minute_and_an_end(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eighteen tokens per second, as the embedded target has: 64 tokens take 3.6 s."""
-    runs = Runs(monkeypatch, lambda strategy, step: 0.055)
+    runs = Runs(monkeypatch, lambda strategy, step: 0.055, passes=20)
     session = session_of(view, tmp_path)
     session.handle("/length 128")
     seen: list[tuple[float, str]] = []

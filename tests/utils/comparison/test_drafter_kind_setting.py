@@ -21,7 +21,7 @@ REPEATS = "one two three one two three one two"
 
 @pytest.fixture
 def pair():
-    made = tiny_pair(num_hidden_layers=4)
+    made = tiny_pair(num_hidden_layers=3)
     made.drafter, made.drafter_kind, made.drafter_name = tiny_head(made.target), "head", "head of tiny-target"
     return made
 
@@ -36,7 +36,7 @@ KINDS = ("head", *WORDS[1:])
 def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, pair, tmp_path, verify):
     file = tmp_path / "runs.jsonl"
     session = open_session(view, pair, file)
-    checked(session, file, "/length 35", f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(WORDS)}", REPEATS)
+    checked(session, file, "/length 20", f"/verify {verify}", "/ngram off", f"/drafter_kind {' '.join(WORDS)}", REPEATS)
     rows = records_of(file)
     assert [(row["strategy"], row["drafter_kind"]) for row in rows[:-1]] == [
         (f"speculative {kind}", kind) for kind in KINDS
@@ -73,7 +73,7 @@ def test_kinds_that_the_pair_does_not_have_leave_the_setting_alone(view: Screen,
     view.take()
     assert session.handle("/drafter_kind suffix layers:9") is Verdict.FAILED
     shown = "".join(view.take())  # it is refused before the other kind is measured
-    assert "1..3" in shown and "measuring" not in shown and session.settings.drafter_kind == ("chain",)
+    assert "1..2" in shown and "measuring" not in shown and session.settings.drafter_kind == ("chain",)
 
 
 def test_without_a_loaded_drafter_the_other_kinds_draft(view: Screen, tmp_path):

@@ -198,7 +198,7 @@ def test_a_bonus_token_never_differs_by_sampling() -> None:
 @pytest.mark.parametrize("build", [tiny_llama, tiny_t5])
 def test_16_bit_texts_differ_only_by_rounding_ties(build) -> None:
     target, drafter = build(seed=0).bfloat16(), build(seed=1).bfloat16()
-    for seed in range(1, 3):
+    for seed in range(1, 2):
         for processor in (GreedyProcessor(), MultinomialProcessor(0.6)):
             divergence = divergence_between(
                 target, drafter, [5, 9, 13, 9, 5, seed], Decoding(processor, 12, frozenset(), Noise(seed))

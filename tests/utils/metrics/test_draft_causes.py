@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,22 +106,23 @@ def test_a_loss_below_the_margin_is_not_counted() -> None:
     assert diagnose([more], contrasts([more]))[0] is DraftCause.FIRST
 
 
+@cache
+def sound_servers() -> list[list[Probe]]:
+    return [[probe(kind, RATES, seed) for kind in (GREEDY, SAMPLED, LONG)] for seed in range(500)]
+
+
 @pytest.mark.parametrize("margin", [0.0, draft_causes.MARGIN])
 def test_false_alarms_are_as_rare_as_stated(monkeypatch: pytest.MonkeyPatch, margin: float) -> None:
     """Sound servers: 9 comparisons that depend on each other. Without the margin the level is all but used up."""
-    monkeypatch.setattr(draft_causes, "FLIPS", 2000)
+    monkeypatch.setattr(draft_causes, "FLIPS", 1000)
     monkeypatch.setattr(draft_causes, "MARGIN", margin)
-    runs = 500
-    alarms = 0
-    for seed in range(runs):
-        probes = [probe(kind, RATES, seed) for kind in (GREEDY, SAMPLED, LONG)]
-        alarms += any(one.is_lost for one in contrasts(probes))
+    alarms = sum(any(one.is_lost for one in contrasts(probes)) for probes in sound_servers())
     # More than 15 have a probability of 0.0001 at a rate of 1 %, and with the margin there is hardly any.
     assert alarms <= (15 if margin == 0 else 1)
 
 
 def test_equal_speeds_are_called_slow_as_rarely_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_causes, "FLIPS", 2000)
+    monkeypatch.setattr(draft_causes, "FLIPS", 1000)
     random = default_rng(0)
     found = [is_slower(list(np.exp(random.normal(0.0, 0.1, PROMPTS)))) for _ in range(1000)]
     # More than 19 have a probability of 0.003 at a rate of 1 %.
@@ -172,7 +174,7 @@ def test_expected_counts_are_those_of_real_rounds(temperature: float, likeliest:
     """Over many seeds."""
     models, gamma = (toy(1, size=5), toy(2, size=5)), 3
     totals, variance = np.zeros((2, gamma, 2)), np.zeros(gamma)
-    for seed in range(1 if temperature == 0 else 60):
+    for seed in range(1 if temperature == 0 else 30):
         options: Any = {"temperature": temperature, "gamma": gamma, "length": 24, "likeliest": likeliest}
         positions, expected = real_counts(models, seed, **options)
         totals[0, : len(positions)] += positions
@@ -203,18 +205,18 @@ def test_sound_servers_get_no_cause(
     """Examinations of real rounds: 12 prompts of different acceptance, sampled, against what their texts predict or
     against other runs of them. At the rate of 1 % that is stated, more than six alarms have a probability of 0.005.
     """
-    monkeypatch.setattr(draft_causes, "FLIPS", 2000)
+    monkeypatch.setattr(draft_causes, "FLIPS", 1000)
     runs: list[list[tuple[Counts, Counts]]] = []
     for prompt in range(PROMPTS):
         target, generator = toy(prompt, size=16, spread=2.0), torch.Generator().manual_seed(prompt)
         own = noise * (0.5 + prompt / PROMPTS)
         drafter = ToyModel(target.table + own * torch.randn(16, 16, generator=generator))
         options: Any = {"temperature": temperature, "gamma": gamma, "length": length}
-        runs.append([real_counts((target, drafter), seed, **options) for seed in range(5)])
+        runs.append([real_counts((target, drafter), seed, **options) for seed in range(3)])
     random, alarms = default_rng(0), [0, 0]
     for _ in range(200):
-        chosen = [of_prompt[random.integers(5)] for of_prompt in runs]
-        others = [of_prompt[random.integers(5)][0] for of_prompt in runs]
+        chosen = [of_prompt[random.integers(3)] for of_prompt in runs]
+        others = [of_prompt[random.integers(3)][0] for of_prompt in runs]
         for kind, expected in enumerate(([predicted for _, predicted in chosen], others)):
             found = contrasts([Probe(SAMPLED, [measured for measured, _ in chosen], expected)])
             alarms[kind] += any(one.is_lost for one in found)

@@ -37,7 +37,7 @@ def traced(steps: Iterator[Step], tracer: DraftTracer) -> list[tuple[Step, Seque
 def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, list[tuple[Step, Sequence[DraftTrace]]]]:
     """Two tiny models and a traced run."""
     target, drafter = tiny_llama(seed=0), tiny_llama(seed=1)
-    decoding = Decoding.of(processor, 24, end_ids=None, seed=3)
+    decoding = Decoding.of(processor, 16, end_ids=None, seed=3)
     tracer, verification = DraftTracer(accepts_by_ratio=rule == "rejection"), RULES[rule]
     size, shares_noise = target.config.vocab_size, verification.shares_noise
     drafts = ModelDrafter(ModelSession(drafter), decoding, size, shares_noise=shares_noise, observed=True)
@@ -90,7 +90,7 @@ def test_the_acceptance_probability_is_that_of_the_processed_distributions() -> 
 
 def test_tracing_does_not_change_a_run() -> None:
     target, drafter, run = traced_run(MultinomialProcessor(2.0))
-    decoding = Decoding.of(MultinomialProcessor(2.0), 24, end_ids=None, seed=3)
+    decoding = Decoding.of(MultinomialProcessor(2.0), 16, end_ids=None, seed=3)
     drafts = ModelDrafter(ModelSession(drafter), decoding, target.config.vocab_size)
     untraced = collect(speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3))
     assert list(untraced.steps) == [step for step, _ in run]
@@ -174,7 +174,7 @@ DRAFTERS += [("model", "lookup")]
 )
 def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify: str) -> None:
     """They change nothing, and every verified draft has one."""
-    settings = Settings(length=20, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
+    settings = Settings(length=12, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
     run = traced(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer)

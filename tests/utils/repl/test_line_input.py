@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from prompt_toolkit import PromptSession
@@ -41,13 +42,31 @@ def typed(keys: str) -> list[str]:
 
 
 def typed_slowly(*keys: str) -> list[str]:
-    """As `typed`, with a pause after each part: completion runs in the background."""
-    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+    """As `typed`, with a pause after each part until the line changes, at most a second: completion runs in the
+    background.
+    """
+    made: list[PromptSession[str]] = []
+
+    class Kept(PromptSession[str]):
+        def prompt(self, *arguments: Any, **options: Any) -> str:
+            made.append(self)
+            return super().prompt(*arguments, **options)
+
+    with (
+        mock.patch.object(line_input, "PromptSession", Kept),
+        create_pipe_input() as pipe,
+        create_app_session(input=pipe, output=DummyOutput()),
+    ):
+
+        def shown() -> str:
+            return made[-1].default_buffer.text if made else ""
 
         def send() -> None:
             for part in keys:
+                before, end = shown(), time.monotonic() + 1
                 pipe.send_text(part)
-                time.sleep(0.5)
+                while shown() == before and time.monotonic() < end:
+                    time.sleep(0.01)
 
         sender = threading.Thread(target=send)
         sender.start()
@@ -208,7 +227,7 @@ def test_names_of_files_are_completed(tmp_path: Path) -> None:
     assert completions(f"/ngram {tmp_path}/ans") == [] and completions(f"/gamma {tmp_path}/ans") == []
 
 
-@pytest.mark.parametrize("tabs", [1, 2, 3])
+@pytest.mark.parametrize("tabs", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_second_tab_keeps_the_only_completion(tabs: int) -> None:
     assert typed_slowly("/proc", *["\t"] * tabs, "\r\x04") == ["/processor"]
 
