@@ -48,8 +48,8 @@ SPARE_KEYS = 1.5  # capacity of a KV cache that grows by half
 # state, and of the width of the MLP.
 OF_PASS, OF_MLP = 36, 4
 # Numbers of 4 bytes in a training step, measured with targets of 0.1 and 0.4 billion weights: for each weight of the
-# drafter, for each number of its state and draft that training is unrolled over, and for each score of attention.
-OF_WEIGHTS, OF_STATES, OF_SCORES = 5, 45, 2
+# drafter, and by its kind for each number of the states of its drafts, and for each score of their attention.
+OF_WEIGHTS, OF_STATES, OF_SCORES = 5, {"eagle3": 45, "block": 64}, {"eagle3": 2, "block": 1}
 MUON_ITERATIONS = 5  # of torch's optimizer
 REPORT_SECONDS = 15.0
 LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
@@ -186,10 +186,16 @@ class Distillation:
 
     def _training_bytes(self) -> int:
         """The memory of a training step: weights, states, and scores of attention."""
-        plan, hidden, student = self._plan, self._target.lm_head.shape[1], self._new_student()
+        plan, student = self._plan, self._new_student()
         weights = sum(weight.numel() for weight in student.parameters())
-        scores = OF_SCORES * student.config.num_attention_heads * plan.length
-        return int(4 * (OF_WEIGHTS * weights + plan.steps * plan.batch * (OF_STATES * hidden + scores)))
+        states = OF_STATES[plan.kind] * self._target.lm_head.shape[1]
+        scores = OF_SCORES[plan.kind] * student.config.num_attention_heads * plan.length
+        return int(4 * (OF_WEIGHTS * weights + plan.batch * self._drafts * (states + scores)))
+
+    @property
+    def _drafts(self) -> float:
+        """Drafts of a training step for each token of its batch."""
+        return self._plan.steps / self._kind.stride
 
     def _new_student(self) -> Any:
         """A new drafter without memory for its weights."""
@@ -212,8 +218,8 @@ class Distillation:
         drafted = 6 * (sum(map(math.prod, shapes)) + plan.vocabulary * self._target.lm_head.shape[1])
         matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
         muon = MUON_ITERATIONS * sum(4 * few * few * many + 2 * few**3 for few, many in matrices)
-        steps, drafts = self._pages * (plan.page // plan.batch) * plan.passes, plan.steps / self._kind.stride
-        return generation, steps * (drafts * plan.batch * drafted + muon) / generator.speed(plan.page)
+        steps = self._pages * (plan.page // plan.batch) * plan.passes
+        return generation, steps * (self._drafts * plan.batch * drafted + muon) / generator.speed(plan.page)
 
     def _need_text(self) -> str:
         needed = max(self._page_bytes(self._plan.page), self._training_bytes())
