@@ -62,8 +62,8 @@ def record(tmp_path: Path, name: str = "server load") -> dict[str, Any]:
 def test_speculation_pays_alone_and_not_under_load(
     session: ReplSession, plain: Loopback, spec: Loopback, view: Screen, tmp_path: Path
 ) -> None:
-    plain.faults, spec.faults = Faults(chunk_delay=0.02), Faults(chunk_delay=0.009)
-    line = "/server load spec concurrency=4,1 requests=5 length=4 turns=5"
+    plain.faults, spec.faults = Faults(chunk_delay=0.03), Faults(chunk_delay=0.012)
+    line = "/server load spec concurrency=4,1 requests=5 length=3 turns=5"
     assert session.handle(line) is Verdict.DONE
     rows = record(tmp_path)["findings"]
     assert [(row["concurrency"], row["server"]) for row in rows] == [
@@ -84,7 +84,7 @@ def test_speculation_pays_alone_and_not_under_load(
     for server in (plain, spec):
         sent = server.posts()
         warm_up = 2 + 1 + 4
-        assert len(sent) == warm_up + 20 + 60 and {one.body["max_tokens"] for one in sent} == {4}
+        assert len(sent) == warm_up + 20 + 60 and {one.body["max_tokens"] for one in sent} == {3}
         texts = {one.body["messages"][-1]["content"] for one in sent}
         assert texts == {"First", "Second"}
     assert 4 <= plain.most_at_once <= 8  # the next request may arrive before the server has ended the last one
