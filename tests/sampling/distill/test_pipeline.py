@@ -162,7 +162,9 @@ def test_a_killed_run_loses_what_it_was_writing(target, finished, tmp_path, caps
         shutil.copytree(finished / "work", tmp_path / "work", ignore=shutil.ignore_patterns("trainer*"))
         flags = ["--resume"]
     command = [sys.executable, "-c", DYING, kind, str(written), "--out", str(tmp_path), *flags]
-    killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    killed = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, capture_output=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
     pages = len([*(tmp_path / "work").glob("*/page-*")])
     assert pages == (written if kind == "generation" else 6) and not (tmp_path / "model.safetensors").exists()
