@@ -72,8 +72,18 @@ def test_fused_attention_gives_the_same(name: str, monkeypatch: pytest.MonkeyPat
     test_logits_and_hidden_states_are_those_of_transformers(name)
 
 
-@pytest.mark.parametrize("many_keys", [graph_decoder.MANY_KEYS, 1])
-@pytest.mark.parametrize("name", ["qwen2", "llama with biases", "qwen3", "granite", "olmo2", "gemma3_text"])
+HALVES = ("qwen2", "llama with biases", "qwen3", "granite", "olmo2", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    ("name", "many_keys"),
+    [
+        # Both ways of attention, and every family once.
+        pytest.param(name, many_keys, marks=() if index % 2 == many_keys % 2 else pytest.mark.full)
+        for index, name in enumerate(HALVES)
+        for many_keys in (graph_decoder.MANY_KEYS, 1)
+    ],
+)
 def test_numbers_of_half_precision_are_as_close_as_those_of_transformers(
     name: str, many_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,8 +158,15 @@ def test_wrong_logits_behind_a_long_prompt_lead_back_as_well(monkeypatch: pytest
     assert not engine._engine.has_own_forward
 
 
-@pytest.mark.parametrize("processor", [GreedyProcessor(), MultinomialProcessor(0.8)])
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "processor"),
+    [
+        ("llama", GreedyProcessor()),
+        ("qwen2", MultinomialProcessor(0.8)),
+        pytest.param("llama", MultinomialProcessor(0.8), marks=pytest.mark.full),
+        pytest.param("qwen2", GreedyProcessor(), marks=pytest.mark.full),
+    ],
+)
 def test_texts_of_drafts_are_those_of_the_target_alone(name: str, processor: Any) -> None:
     plain, model = tiny_model(name), attached(tiny_model(name))
     common: dict[str, Any] = {"logits_processor": processor, "max_gen_len": 24, "eos_tokens_id": None, "seed": 5}
