@@ -50,7 +50,7 @@ def test_more_than_half_of_the_heads_first_drafts_are_accepted(pair: Pair) -> No
 @pytest.mark.parametrize(
     ("prompts", "length", "kinds"),
     [
-        (PROMPTS[3:4], 5, ["loaded"]),
+        (PROMPTS[3:4], 8, ["loaded"]),
         pytest.param(PROMPTS, 40, ["loaded", "layers:10", "chain"], marks=pytest.mark.full),
     ],
 )
