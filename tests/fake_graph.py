@@ -5,13 +5,13 @@ an operation that has to wait for a value is refused.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from transformers.utils import import_utils
 
 REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
@@ -33,7 +33,28 @@ class _Operations(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    """All tensors in arguments or results."""
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in _tensors(each)]
+    if isinstance(value, dict):
+        return _tensors([*value.values()])
+    return [value] if isinstance(value, Tensor) else []
+
+
+def storages(value: Any) -> set[int]:
+    """Where the tensors of arguments or results are."""
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(value)}
+
+
+def _step(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Callable[[], Any], list[Tensor | None]] | None:
+    """The operation to repeat, and the tensors that receive its results; None if it only returns views.
+
+    Views, and tensors that are changed in place, hold the new values already.
+    """
+    given = storages((args, kwargs))
+    receivers = [None if storages(each) <= given else each for each in _tensors(result)]
+    computes = func._schema.is_mutable or any(each is not None for each in receivers)
+    return (partial(func, *args, **kwargs), receivers) if computes else None
 
 
 class FakeGraph:
@@ -47,17 +68,21 @@ class FakeGraph:
             _Operations() as recorded,
         ):
             self.outputs = run()
-        self._calls, self.replays = recorded.calls, 0
+        self.calls, self.replays = recorded.calls, 0
+        self._steps = [step for call in self.calls if (step := _step(*call)) is not None]
         for output in self.outputs:
             output.fill_(float("nan"))
 
     def replay(self) -> None:
         self.replays += 1
-        for func, args, kwargs, result in self._calls:
-            for old, new in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
-                # Views, and tensors that were changed in place, hold the new values already.
-                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+        for run, receivers in self._steps:
+            for old, new in zip(receivers, _tensors(run()), strict=True):
+                if old is not None:
                     old.copy_(new)
+
+    def release(self) -> None:
+        """Forget all tensors."""
+        self.calls, self._steps, self.outputs = [], [], ()
 
 
 class FakeRecorder:

@@ -117,7 +117,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def greedy(model: Any, count: int = 8) -> list[int]:
+def greedy(model: Any, count: int = 3) -> list[int]:
     return model.generate(IDS, max_new_tokens=count, do_sample=False)[0].tolist()
 
 

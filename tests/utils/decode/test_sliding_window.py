@@ -21,7 +21,7 @@ from utils.decode.model_session import ModelSession
 from utils.decode.sliding_window import empty_cache, keeps_all
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
-LENGTH = 16
+LENGTH = 10
 KINDS = [
     {"sliding_window": 5},
     {"sliding_window": 5, "use_sliding_window": False},
@@ -100,7 +100,7 @@ def test_the_program_says_so_and_all_strategies_agree(tmp_path: Path) -> None:
     assert any("sliding window" in note for note in pair.notes)
     session = open_session(screen(), pair, records=tmp_path / "runs.jsonl")
     for cache in ("on", "off"):
-        checked(session, tmp_path / "runs.jsonl", f"/cache {cache}", "/length 16", "hello there")
+        checked(session, tmp_path / "runs.jsonl", f"/cache {cache}", "/length 8", "hello there")
     texts = {tuple(record["token_ids"]) for record in records_of(tmp_path / "runs.jsonl") if "token_ids" in record}
     assert len(texts) == 1
     assert pair.engine.use("invariant", 1).verified

@@ -19,7 +19,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
 }
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": partial(tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048, num_hidden_layers=3),
+    "llama": partial(tiny_llama, vocab_size=VOCABULARY, max_position_embeddings=2048),
     "sliding window": partial(tiny_sliding, vocab_size=VOCABULARY, max_position_embeddings=2048),
     "two kinds of layers": lambda: build(Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=8), 0),
     "norms of heads": lambda: build(Qwen3ForCausalLM, Qwen3Config(**SHAPE), 0),

@@ -183,9 +183,18 @@ def test_tiles_of_another_processor_have_the_same_bits(
             assert torch.equal(kernel(inputs[:rows]), every[:rows]), (kernel.outputs, rows)
 
 
-@pytest.mark.parametrize("feature", [*machine_code._PAIR_PRODUCTS, "none"])
+FEATURES = [*machine_code._PAIR_PRODUCTS, "none"]
+PAIRED = ("int8 in groups of 16", "int8, a scale per row", "4 bits, shifts", "5 bits as in Q5_1")
+
+
 @pytest.mark.parametrize(
-    "name", ["int8 in groups of 16", "int8, a scale per row", "4 bits, shifts", "5 bits as in Q5_1"]
+    ("name", "feature"),
+    [
+        # Each feature and each form, twice at least.
+        pytest.param(name, feature, marks=() if (row + column) % 2 else pytest.mark.full)
+        for row, name in enumerate(PAIRED)
+        for column, feature in enumerate(FEATURES)
+    ],
 )
 def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
     name: str, feature: str, monkeypatch: pytest.MonkeyPatch

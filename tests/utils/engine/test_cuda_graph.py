@@ -194,7 +194,7 @@ def test_a_head_reads_the_hidden_states_of_replays() -> None:
         head = tiny_head(model)
         if replaced:
             attached(model)
-        decoding = Decoding.of(GreedyProcessor(), 40, end_ids=frozenset(), seed=1)
+        decoding = Decoding.of(GreedyProcessor(), 16, end_ids=frozenset(), seed=1)
         session = ModelSession(model, features=head.feature_layers)
         drafter = HeadDrafter(HeadSession(head), decoding, VOCABULARY)
         steps = list(speculative_steps([5, 6, 7, 8], drafter, session, decoding, gamma=3))

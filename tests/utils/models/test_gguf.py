@@ -53,17 +53,15 @@ def test_texts_are_those_of_the_model_that_transformers_loads(file: Path, unpack
     direct, tokenizer = load_model(source, "none", SILENT), load_tokenizer(source)
     pairs = [load(file, file, engine_weights=weights) for _ in range(2)]
     assert len(unpacked) == 1
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    expected = [autoregressive_generate(ids, direct, 8, eos_tokens_id=pairs[0].end_ids) for ids in prompts]
     for pair in pairs:
         assert (pair.target_name, pair.drafter_name, pair.dtype) == ("tiny.gguf", "tiny.gguf", "float32")
         assert pair.tokenizer.get_vocab() == tokenizer.get_vocab()
         assert pair.tokenizer.chat_template == tokenizer.chat_template
-        assert [pair.tokenizer(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
-        prompts = [tokenizer(text).input_ids for text in TEXTS]
-        texts = [
-            [autoregressive_generate(ids, model, 24, eos_tokens_id=pair.end_ids) for ids in prompts]
-            for model in (pair.target, direct)
-        ]
-        assert texts[0] == texts[1]
+        assert [pair.tokenizer(text).input_ids for text in TEXTS] == prompts
+        texts = [autoregressive_generate(ids, pair.target, 8, eos_tokens_id=pair.end_ids) for ids in prompts]
+        assert pair.end_ids == pairs[0].end_ids and texts == expected
 
 
 def test_a_number_format_other_than_float32_is_unpacked(file: Path) -> None:

@@ -155,8 +155,15 @@ def test_later_loads_do_not_parse_the_file_again(file: Path, monkeypatch: pytest
     assert torch.equal(sample_logits(load(file, engine_weights="gguf").target), first)
 
 
-@pytest.mark.parametrize("weights", ["gguf", "float32"])
-@pytest.mark.parametrize("way", ["overwritten", "replaced"])
+@pytest.mark.parametrize(
+    ("way", "weights"),
+    [
+        ("overwritten", "gguf"),
+        ("replaced", "float32"),
+        pytest.param("overwritten", "float32", marks=pytest.mark.full),
+        pytest.param("replaced", "gguf", marks=pytest.mark.full),
+    ],
+)
 def test_a_file_of_the_same_size_and_time_is_noticed(file: Path, tmp_path: Path, way: str, weights: str) -> None:
     """It is prepared again, results that are stored for the old one are not used, and a loaded model says so."""
     pair = load(file, engine_weights=weights)

@@ -137,9 +137,9 @@ def test_a_stored_quantization_is_recognised(
     capfd.readouterr()
     pair = load(tmp_path / "before", "layers:1")
     assert pair.quantize == kind
-    assert open_session(screen(), pair).handle("Hello") is Verdict.DONE and "MatMul8bitLt" not in "".join(
-        capfd.readouterr()
-    )
+    session = open_session(screen(), pair)
+    assert session.handle("/length 4") is session.handle("Hello") is Verdict.DONE
+    assert "MatMul8bitLt" not in "".join(capfd.readouterr())
     for other in ("int8", "nf4", "bnb-int8"):
         sentence = refusal(tmp_path / "before", quantize=other)
         assert f"({kind})" in sentence and other in sentence

@@ -125,7 +125,9 @@ def test_generation_with_the_pair(wide: Path, kind: str, dtype: str, monkeypatch
     assert out.shape == (1, 12) and not [record for record in warnings if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind == "int4" else ()) for kind in QUANTIZED]
+)
 def test_an_encoder_decoder(tmp_path: Path, kind: str) -> None:
     save_folder(tmp_path / "t5", tiny_t5(vocab_size=300), tiny_tokenizer())
     target = load(tmp_path / "t5", str(tmp_path / "t5"), quantize=kind).target

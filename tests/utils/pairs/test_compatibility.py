@@ -91,7 +91,7 @@ def test_a_slightly_different_tokenizer_changes_no_text(shelf: Path) -> None:
     session = open_session(view, tiny_pair(), load=load_pair)
     assert session.handle(f"/load target={shelf / 'target'} drafter={shelf / 'cousin'}") is Verdict.DONE
     assert "pair: fine" in view.take()[1]
-    assert session.handle("hello") is Verdict.DONE and "differs" not in view.take()[0]
+    assert session.handle("/length 8") is session.handle("hello") is Verdict.DONE and "differs" not in view.take()[0]
     assert session.handle("/pair") is Verdict.DONE
     shown = view.take()[0]
     assert "verdict" in shown and "299 of 300" in shown

@@ -108,7 +108,7 @@ def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]
     if word == "head":
         pair.drafter, pair.drafter_kind = tiny_head(pair.target), "head"
     word = "loaded" if word in ("model", "head") else word
-    settings = Settings(length=16, gamma=3, verify=verify)
+    settings = Settings(length=8, gamma=3, verify=verify)
     job = Job(PROMPT, pair, settings, NGramStorage(3, VOCABULARY), drafter=word, tracer=tracer)
     built = job.build_drafter()
     drafter = Recorded(built.drafter)
@@ -116,16 +116,18 @@ def drafts_of(word: str, verify: str, tracer: DraftTracer | None) -> list[Draft]
     return drafter.drafts
 
 
-@pytest.mark.parametrize("verify", ["rejection", "coupled"])
+EVIDENCE = {"model": "logits", "head": "logits", "layers:1": "logits"} | dict.fromkeys(
+    ("lookup", "suffix", "ngram"), "match_lengths"
+)
+
+
 @pytest.mark.parametrize(
-    ("word", "evidence"),
+    ("word", "evidence", "verify"),
     [
-        ("model", "logits"),
-        ("head", "logits"),
-        ("layers:1", "logits"),
-        ("lookup", "match_lengths"),
-        ("suffix", "match_lengths"),
-        ("ngram", "match_lengths"),
+        # Drafts of matches are one-hot under every rule.
+        pytest.param(*row, verify, marks=pytest.mark.full if verify == "coupled" and row[1] != "logits" else ())
+        for row in EVIDENCE.items()
+        for verify in ("rejection", "coupled")
     ],
 )
 def test_drafters_collect_evidence_only_for_a_tracer(word: str, evidence: str, verify: str) -> None:

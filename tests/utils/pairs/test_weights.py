@@ -100,7 +100,10 @@ def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, dra
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mapped files")
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full if kind in ("int4", "bnb-int8") else ()) for kind in QUANTIZATIONS],
+)
 def test_no_file_of_weights_stays_mapped(tmp_path: Path, kind: str) -> None:
     path = save_folder(tmp_path / "mapped", tiny_llama(vocab_size=300, hidden_size=64), tiny_tokenizer())
     with safe_open(path / "model.safetensors", framework="pt") as file:
