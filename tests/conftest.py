@@ -57,17 +57,13 @@ gc.disable()  # the imports create a million objects that stay
 
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, and let the program leave it to Python: both take more time
-    than tiny models. Tests of memory collect garbage themselves. Generate machine code only once.
+    than tiny models. Tests of memory collect garbage themselves.
     """
     gc.freeze()
     gc.enable()
     if memory := sys.modules.get("utils.freed_memory"):  # loaded by the modules of tests that load models
         memory.gc = SimpleNamespace(collect=int)
         memory.trim_allocator = int
-    if "utils.engine.machine_code" in sys.modules:
-        from kept_code import keep_machine_code
-
-        keep_machine_code()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kept_code import keep_machine_code
 from stored_models import loaded
 
 from utils.decode.model_session import ModelSession
@@ -49,7 +48,6 @@ def measured(folder: Path, weights: str) -> dict[str, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    keep_machine_code()
     gc.freeze()  # imported modules are not searched for garbage at every release of memory
     selftest.width_dependence = lambda *arguments, **options: ""  # further passes need caches, not weights
     engine.verify_costs = lambda *arguments, **options: (1e-3, ())
