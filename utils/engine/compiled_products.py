@@ -66,11 +66,9 @@ def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
     if any(len(part) % LANES for part in parts):
         whole = torch.cat([*parts])
         parts = [pad(whole, (0, 0, 0, -len(whole) % LANES))]
-    inputs, dtype = (
-        parts[0].shape[1] // (IN_WORD["uint4"] if as_words else 1),
-        torch.int32 if as_words else parts[0].dtype,
-    )
+    inputs = parts[0].shape[1] // (IN_WORD["uint4"] if as_words else 1)
     blocks = [len(part) // LANES for part in parts]
+    dtype = torch.int32 if as_words else parts[0].dtype
     out = torch.empty(sum(blocks), inputs, LANES, dtype=dtype, device="cpu")
     pack = _packing_function(8 * parts[0].itemsize, as_words=as_words)
     for own, part, count in zip(out.split(blocks), map(Tensor.contiguous, parts), blocks, strict=True):
@@ -111,7 +109,7 @@ class CompiledKernel:
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
-        self._groups = self.inputs // group
+        self._group = group
         self._block, self._prepare = product_functions(self.form)
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
@@ -143,7 +141,7 @@ class CompiledKernel:
         return sum(self._prepared(rows))
 
     def _prepared(self, rows: int) -> list[int]:
-        return self.form.prepared(rows * self.inputs, rows * self._groups)
+        return self.form.prepared(rows * self.inputs, rows * self.inputs // self._group)
 
     def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
         """What is in scratch memory, and where prepared inputs are, which may be x itself."""
@@ -169,8 +167,8 @@ class CompiledKernel:
             out=out,
             out_stride=stride,
             length=self.inputs,
-            group=self.inputs // self._groups,
-            groups=self._groups,
+            group=self._group,
+            groups=self.inputs // self._group,
             blocks=blocks,
             rows=rows,
             tile=-(-rows // tiles),  # tiles of nearly equal size
@@ -190,8 +188,8 @@ class CompiledKernel:
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()
-        shifts, group = None if self._shifts is None else self._in_rows(self._shifts), self.inputs // self._groups
-        return BlockWeight(rows, self._in_rows(self._scales), shifts, group, self._bits, self.form.offset).dense()
+        shifts = None if self._shifts is None else self._in_rows(self._shifts)
+        return BlockWeight(rows, self._in_rows(self._scales), shifts, self._group, self._bits, self.form.offset).dense()
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
