@@ -35,7 +35,8 @@ class TrainingPlan:
     tokens: how many to generate. hours: time limit for generation and training together, 0 for none. length: of the
     longest conversations. page, batch: tokens that are generated in parallel, and that a training step reads. kind: of
     the drafter. steps: drafts that training is unrolled over, or the drafts of a block. rate: Muon's learning rate, for
-    matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further.
+    matrices; rate_rest: AdamW's, for all other weights. start: folder of a drafter to train further. engine: what
+    computes the target; empty until it is chosen.
     """
 
     target: str
@@ -54,6 +55,7 @@ class TrainingPlan:
     vocabulary: int = 8192
     rate: float = 0.02
     rate_rest: float = 0.001
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

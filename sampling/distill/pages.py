@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from utils.decode.engine_forward import prefill_pass
+from utils.decode.engine_forward import engine_forward, prefill_pass
 from utils.decode.features import FeatureReader
 from utils.decode.sliding_window import empty_cache
 from utils.engine import attention
@@ -289,7 +289,8 @@ class PageGenerator:
                 block = torch.tensor([[row.next_token(token) for _ in range(width)] for row, token in pairs])
                 tokens, sources = block.unbind(-1)
                 arguments = {"past_key_values": cache, "use_cache": True, "output_hidden_states": True}
-                with prefill_pass(width > 1):
+                # An engine computes no logits in a prefill, but those of the last position are sampled from.
+                with prefill_pass(width > 1 and engine_forward(self._model) is None):
                     output = self._model(input_ids=tokens.to(self._model.device), logits_to_keep=1, **arguments)
                 parts.append((tokens.int(), sources.byte(), reader.features(output).to("cpu", torch.bfloat16)))
                 sampled = _sample(output.logits[:, -1], [row.temperature for row in conversations], generator)
@@ -305,6 +306,10 @@ class PageGenerator:
         """
         rows, length = self._shape(size, number)
         return length * self._pass_seconds(rows)
+
+    def seconds_of_all(self, size: int) -> float:
+        """The expected time of pages with all lengths of conversations."""
+        return sum(self.seconds(size, number) for number in range(len(SHARES)))
 
     def speed(self, size: int) -> float:
         """Operations per second of the passes of a page."""

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from sampling.distill.pages import ANSWER_TEMPERATURES, PASS_TOKENS, SHARES, Cor
 from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
+from utils.engine.layer_engine import PlainEngine
 from utils.errors import UserError
+from utils.freed_memory import release_memory
 from utils.models import Reporter
 from utils.models.memory import free_bytes
 from utils.prompts.conversation import end_ids
@@ -54,6 +57,7 @@ MUON_ITERATIONS = 5  # of torch's optimizer
 REPORT_SECONDS = 15.0
 LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
 PROGRESS_FILE = "progress.json"
+PLAIN, INVARIANT = "plain", "invariant"  # engines, in plan.json
 
 
 class ProgressReporter:
@@ -115,7 +119,9 @@ class Distillation:
                 f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
             )
         layers = students.planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
-        self._generator = PageGenerator(model, script, layers, length=self._plan.length)
+        self._new_generator = partial(PageGenerator, model, script, layers, length=self._plan.length)
+        self._generator = self._new_generator()
+        self._speed = self._generator.speed(plan.page)  # of PyTorch, which trains
         self._pages = -(-plan.tokens // plan.page)  # of training text
         self._token_bytes = 2 * len(layers) * self._target.lm_head.shape[1]  # of a token's hidden states
         self._held_out_size = max(self._plan.length, plan.page // HELD_OUT_SHARE)
@@ -126,7 +132,8 @@ class Distillation:
         options, work, target = self._options, self._options.work, self._target
         self._check_budget()
         work.mkdir(parents=True, exist_ok=True)
-        write_json(work / PLAN_FILE, asdict(options.plan))
+        engine = self._choose_engine()
+        write_json(work / PLAN_FILE, asdict(replace(options.plan, engine=self._plan.engine)))
         self._report(self._plan_text())
         if (file := work / PROGRESS_FILE).is_file():
             self._seconds |= json.loads(file.read_text(encoding="utf-8"))
@@ -136,6 +143,9 @@ class Distillation:
         while len(held_out) < count:
             self._add_page(held_out, 0, self._held_out_size, reporter)
         self._generate(corpus)
+        if engine is not None:
+            engine.remove()
+            release_memory()
         trainer = self._trainer(corpus)
         self._train(trainer, held_out)
         students.save_student(trainer.student, options.out, target)
@@ -151,6 +161,20 @@ class Distillation:
         if not options.keep:
             finished = work.replace(work.with_name("work.done"))  # a work folder that exists is always complete
             shutil.rmtree(finished, ignore_errors=True)
+
+    def _choose_engine(self) -> PlainEngine | None:
+        """Install the engine that generates faster, or that of the plan: resumed text must have the same bits."""
+        known = self._plan.engine
+        plain = 0.0 if known else self._generator.seconds_of_all(self._plan.page)
+        engine = None if known == PLAIN else students.install_engine(self._target.model)
+        generator = self._new_generator()
+        if engine is not None and not known and generator.seconds_of_all(self._plan.page) > plain:
+            engine.remove()
+            engine = None
+        if engine is not None:
+            self._generator = generator
+        self._plan = replace(self._plan, engine=INVARIANT if engine is not None else PLAIN)
+        return engine
 
     def _check_budget(self) -> None:
         """Raise UserError if memory or disk do not suffice, with what would."""
@@ -219,7 +243,7 @@ class Distillation:
         matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
         muon = MUON_ITERATIONS * sum(4 * few * few * many + 2 * few**3 for few, many in matrices)
         steps = self._pages * (plan.page // plan.batch) * plan.passes
-        return generation, steps * (self._drafts * plan.batch * drafted + muon) / generator.speed(plan.page)
+        return generation, steps * (self._drafts * plan.batch * drafted + muon) / self._speed
 
     def _need_text(self) -> str:
         needed = max(self._page_bytes(self._plan.page), self._training_bytes())
@@ -304,7 +328,8 @@ class Distillation:
 
     def _card(self, counts: dict[int, Tensor], generated: int, steps: int) -> list[str]:
         """The lines of the model card. generated: tokens by the target."""
-        plan, model, hours = self._options.plan, self._target.model, {k: v / 3600 for k, v in self._seconds.items()}
+        plan, model = replace(self._options.plan, engine=self._plan.engine), self._target.model
+        hours = {k: v / 3600 for k, v in self._seconds.items()}
         return [
             f"# Drafter for {model.name_or_path}",
             "",
