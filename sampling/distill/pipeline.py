@@ -30,6 +30,7 @@ from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_o
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.engine.layer_engine import PlainEngine
+from utils.engine.stored_weights import fill
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models import Reporter
@@ -145,6 +146,7 @@ class Distillation:
         self._generate(corpus)
         if engine is not None:
             engine.remove()
+            fill([target.model])  # drafters borrow weights
             release_memory()
         trainer = self._trainer(corpus)
         self._train(trainer, held_out)

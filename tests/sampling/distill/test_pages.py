@@ -22,6 +22,7 @@ from sampling.distill.pages import (
     Script,
     openings,
 )
+from sampling.distill.students import install_engine
 from utils.engine import attention
 
 LAYERS = (1, -1)
@@ -43,12 +44,15 @@ def page_of(tmp_path):
     return make
 
 
-def test_a_page_matches_the_target(page_of):
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_a_page_matches_the_target(page_of, has_engine):
     """Features equal those of one forward pass per row, and greedy answers consist of the target's likeliest tokens."""
-    model = tiny_llama(vocab_size=300)
+    model, plain = tiny_llama(vocab_size=300), tiny_llama(vocab_size=300)
+    if has_engine:
+        assert install_engine(model) is not None
     page, script = page_of(model, length=90, questions=["Why?"])
     with torch.no_grad():
-        output = model(input_ids=page.tokens.long(), output_hidden_states=True)
+        output = plain(input_ids=page.tokens.long(), output_hidden_states=True)
     assert torch.allclose(page.features.float(), hidden_features(output, LAYERS), atol=0.05, rtol=0.02)
     assert not page.generated[:, : len(script.prefix)].any()
     assert page.tokens[:, : len(script.prefix)].tolist() == [list(script.prefix)] * 6

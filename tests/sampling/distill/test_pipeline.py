@@ -23,11 +23,13 @@ from shelf import load
 from tiny import save_folder, tiny_llama, tiny_mamba, tiny_t5, tiny_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from sampling.distill import pipeline, trainer
+from sampling.distill import pipeline, students, trainer
 from sampling.distill.__main__ import main
 from sampling.distill.options import Options, TrainingPlan
 from sampling.distill.pages import Corpus, PageGenerator
+from sampling.distill.students import install_engine
 from sampling.distill.trainer import Trainer
+from utils.decode.engine_forward import engine_forward
 from utils.files import replacing
 
 FLAGS = "--tokens 1000 --page 576 --length 96 --batch 288 --passes 2 --vocabulary 150"
@@ -43,8 +45,9 @@ def target(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch):
-    """The same number format on every machine."""
+    """The same number format and engine on every machine."""
     monkeypatch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("sampling.distill.students.install_engine", lambda model: None)
 
 
 def run(target, out, *flags):
@@ -57,6 +60,7 @@ def finished(target, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "earlier"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
+        patch.setattr("sampling.distill.students.install_engine", lambda model: None)
         patch.setattr(PageGenerator, "generate", remembered_page)
         assert run(target, out, "--keep") == 0
     return out
@@ -130,6 +134,38 @@ def test_a_resumed_run_gives_the_same_weights(target, finished, tmp_path, monkey
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize(("of_plain", "of_engine", "expected"), [(2.0, 1.0, "invariant"), (1.0, 2.0, "plain")])
+def test_text_is_generated_in_the_faster_engine(target, tmp_path, monkeypatch, of_plain, of_engine, expected):
+    """A resumed run keeps the engine whatever is faster then, and training needs none."""
+    seconds, computed = {False: of_plain, True: of_engine}, []
+    monkeypatch.setattr("sampling.distill.students.install_engine", install_engine)
+    monkeypatch.setattr(PageGenerator, "_pass_seconds", lambda self, rows: seconds[has_engine(self._model)])
+    original, student = PageGenerator.generate, students.create_student
+
+    def generate(self, *arguments, **options):
+        computed.append(has_engine(self._model))
+        if len(computed) == 3:
+            raise KeyboardInterrupt
+        return original(self, *arguments, **options)
+
+    def create_student(own, *arguments):
+        computed.append(has_engine(own.model))
+        return student(own, *arguments)
+
+    monkeypatch.setattr(PageGenerator, "generate", generate)
+    monkeypatch.setattr(students, "create_student", create_student)
+    assert run(target, tmp_path, "--keep") == 130
+    assert json.loads((tmp_path / "work" / "plan.json").read_text())["engine"] == expected
+    seconds.update({False: of_engine, True: of_plain})
+    assert main(["--out", str(tmp_path), "--resume", "--keep"]) == 0
+    assert computed == [expected == "invariant"] * (len(computed) - 1) + [False]
+    assert f'"engine": "{expected}"' in (tmp_path / "README.md").read_text()
+
+
+def has_engine(model):
+    return engine_forward(model) is not None
+
+
 # A program that kills itself while it writes a file, after it has written so many of this kind.
 DYING = """
 import os, signal, sys
@@ -146,7 +182,7 @@ def dying(*arguments, **options):
     left -= 1
     return save(*arguments, **options)
 module.save, pipeline.CHECKPOINT_SECONDS = dying, 0.0
-students.training_dtype = lambda device: torch.float32
+students.training_dtype, students.install_engine = lambda device: torch.float32, lambda model: None
 main(sys.argv[3:])
 """
 
