@@ -11,6 +11,7 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 
 from sampling.distill.__main__ import main
 from sampling.distill.pages import Corpus, PageGenerator, TextPage
+from sampling.distill.students import install_engine
 from utils.decode.features import FeatureReader
 
 FLAGS = "--tokens 250 --page 288 --length 96 --batch 288 --passes 4 --rate 0.1 --vocabulary 150 --device cpu"
@@ -35,9 +36,13 @@ def remembered_page(self: PageGenerator, seed: int, size: int, earlier: Corpus, 
     return PAGES[key]
 
 
-def trained(target: Path, out: Path, *flags: str) -> Path:
-    """The folder of a drafter. Only the first of several trainings generates their text."""
+def trained(target: Path, out: Path, *flags: str, has_engine: bool = False) -> Path:
+    """The folder of a drafter. Only the first of several trainings generates their text. has_engine: whether the
+    invariant engine computes the target before the training.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampling.distill.students.install_engine", install_engine if has_engine else lambda model: None)
+        patch.setattr(PageGenerator, "seconds_of_all", lambda self, size: 1.0)
         patch.setattr(PageGenerator, "generate", remembered_page)
         patch.setattr("sampling.distill.students.training_dtype", lambda device: torch.float32)
         assert main(["--target", str(target), "--out", str(out), *FLAGS.split(), *flags]) == 0
