@@ -382,12 +382,16 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
     for tensor in reader.tensors:
         if names.get(tensor.name, "").removesuffix(".weight") in held:
             continue
-        weights = dequantize(tensor.data, tensor.tensor_type)
+        kind, data = tensor.tensor_type.name, tensor.data
+        if kind in UNPACKERS and data.ndim == 2:  # gguf takes many times as long for the same numbers
+            weights = unpacked(kind, data).dense().numpy()
+        else:
+            weights = dequantize(data, tensor.tensor_type)
         made = processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
         )
         if made.name in names:
-            dense[names[made.name]] = torch.from_numpy(np.copy(made.weights)).float()
+            dense[names[made.name]] = torch.from_numpy(np.require(made.weights, requirements=("C", "W"))).float()
     return dense
 
 
