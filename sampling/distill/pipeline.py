@@ -26,7 +26,7 @@ from torch import Tensor
 from sampling.distill import students
 from sampling.distill.options import PLAN_FILE, Options, public_settings, write_json
 from sampling.distill.pages import ANSWER_TEMPERATURES, PASS_TOKENS, SHARES, Corpus, PageGenerator, Script
-from sampling.distill.trainer import Rates, Trainer, measure_acceptance, rates_of
+from sampling.distill.trainer import STATE_FILE, Rates, Trainer, measure_acceptance, rates_of
 from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.engine.layer_engine import PlainEngine
@@ -273,6 +273,8 @@ class Distillation:
         write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _generate(self, corpus: Corpus) -> None:
+        if (self._options.work / STATE_FILE).is_file():
+            return  # training has begun, and more text would change the drafter's vocabulary; --hours may allow it now
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         page = self._plan.page
         reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)

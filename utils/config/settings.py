@@ -166,7 +166,7 @@ class Settings:
             "plain": "PyTorch unchanged",
             "invariant": "equal texts bit for bit; compiled for the processor, on CPUs",
             "cuda_graph": "forward passes are recorded once and replayed, on CUDA devices",
-            "test": "test and measure all engines again",
+            "test": "test and measure it again; with auto, all engines",
         },
         fact="engine now",
         is_flag=True,
@@ -369,8 +369,7 @@ NGRAM_PARTS = (
         setting_fields()["ngram_storage"],
         name="ngram kind",
         value_type=replace(types.STORAGE, show=attrgetter("kind")),
-        summary="orders of the stored n-grams",
-        forms={"basic": "all orders from 2 to the order", "onelevel": "one order only"},
+        summary="n-grams of all orders, or of one",
     ),
     Setting(
         "ngram order",
@@ -395,7 +394,6 @@ NGRAM_PARTS = (
         lambda settings: not settings.reset_in_between,
         lambda settings, value: replace(settings, reset_in_between=not value),
         summary="keep the n-grams from prompt to prompt",
-        forms={"on": "keep them", "off": "empty the storage before each prompt"},
     ),
 )
 

@@ -96,14 +96,16 @@ def logged_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(message: Mapping[str, Any]) -> Any:
-    """The content of a message as text, or None if it has parts that are not text."""
+    """The content of a message as text. Raises UserError for parts that are not text."""
     content = message.get("content")
     if content is None:  # beside calls of tools
         return ""
     if not isinstance(content, list):
         return content
     parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return "".join(parts) if len(parts) == len(content) else None
+    if len(parts) < len(content):
+        raise UserError("one of the messages has a part that is not text, such as an image.")
+    return "".join(parts)
 
 
 def request_messages(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -414,8 +414,10 @@ class ReplSession:
         own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
         lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
         records = report_records(report, rows, lines, pair, finished=finished)
-        self._add(lambda: records)
-        show_report(self._renderer, report, findings, lines)
+        try:
+            show_report(self._renderer, report, findings, lines)
+        finally:
+            self._add(lambda: records)
 
     def _add(self, records: Callable[[], list[dict[str, Any]]]) -> None:
         """Store a result, whose records are made once: for the file, or when they are exported."""

@@ -353,7 +353,7 @@ class AnswerStream:
             prompt_tokens=self._usage.get("prompt_tokens"),
             usage_tokens=self._usage.get("new_tokens"),
             figures=self._figures,
-            own_rate=self._kind.decode_rate(self._figures),
+            own_rate=self._kind.own_rate(self._figures),
         )
 
     def _reason(self, value: Any) -> str:

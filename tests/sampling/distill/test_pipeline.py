@@ -371,6 +371,23 @@ def test_hours_limit_the_training(target, tmp_path):
     assert json.loads((tmp_path / "work" / "progress.json").read_text())["training"] < 10
 
 
+def test_more_hours_for_a_training_that_has_begun_add_no_text(target, tmp_path, monkeypatch):
+    """The trained Markov head belongs to the vocabulary of the text at the beginning."""
+    vocabularies, step = [], Trainer.train_step
+
+    def noted(self):
+        step(self)
+        vocabularies.append(self.student.vocabulary)
+        if len(vocabularies) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
+    assert run(target, tmp_path, "--kind", "block", "--hours", "0.00001", "--vocabulary", "50", "--passes", "5") == 130
+    assert len(Corpus(tmp_path / "work" / "pages")) == 1  # of two
+    assert main(["--out", str(tmp_path), "--resume", "--hours", "1"]) == 0
+    assert len(vocabularies) > 3 and all(torch.equal(vocabularies[0], each) for each in vocabularies)
+
+
 def test_the_time_is_stated(target, tmp_path, capsys, monkeypatch):
     """A pass takes a second a row: 5 pages of 6 rows and 4 of 1, of 96 positions. A resumed run needs only the rest."""
     monkeypatch.setattr(PageGenerator, "_pass_seconds", lambda self, rows: float(rows))

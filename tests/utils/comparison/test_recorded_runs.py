@@ -49,7 +49,7 @@ def test_all_settings_are_restored_from_a_record() -> None:
     for settings in (other, replace(empty, chat=True), Settings(chat=True)):
         assert from_json(json.loads(json.dumps(as_json(settings))), Limits()) == (settings, [])
     same = [entry.name for entry in setting_fields().values() if getattr(other, entry.name) == entry.default]
-    assert same == ["ngram", "target"]
+    assert same == ["ngram", "target"], "a new setting needs a value above that is not its default"
 
 
 @pytest.fixture(scope="module")

@@ -150,8 +150,12 @@ def test_a_keyword_with_another_meaning_is_refused() -> None:
 
 
 def test_a_log_without_text_is_refused_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "log.jsonl"
-    for line in ({"messages": []}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}):
-        file.write_text(json.dumps(line))
-        with pytest.raises(UserError, match="line 1"):
+    file, image = tmp_path / "log.jsonl", {"role": "user", "content": [{"type": "image_url"}]}
+    for messages, words in (
+        ([], "line 1"),
+        ([image], "line 1: .*image"),
+        ([image, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Sure?"}], "line 1: .*image"),
+    ):
+        file.write_text(json.dumps({"messages": messages}))
+        with pytest.raises(UserError, match=words):
             read_prompts(file)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import Screen, open_session, records_of, table_pair
 
+from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.decode.steps import Step
 from utils.errors import UserError
@@ -168,6 +169,23 @@ def test_a_prompt_beyond_the_drafters_context_is_reported(view: Screen) -> None:
     session = open_session(view, pair)
     assert session.handle("Hello there, this is a longer prompt") is Verdict.DONE
     assert "16" in view.take()[1]
+
+
+def test_a_report_whose_records_cannot_be_written_is_shown(
+    tmp_path: Path, view: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(view, records=tmp_path / "runs.jsonl")
+    session.handle("Hello")
+    view.take()
+
+    def full(file: RecordFile, rows: object) -> None:
+        raise UserError("no space left")
+
+    monkeypatch.setattr(RecordFile, "append", full)
+    assert session.handle("/race 2") is Verdict.FAILED
+    shown, messages = view.take()
+    assert "baseline" in shown and "no space left" in messages
+    assert session.handle(f"/export {tmp_path / 'race.csv'}") is Verdict.DONE
 
 
 def test_a_records_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path, view: Screen) -> None:
