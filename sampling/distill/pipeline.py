@@ -164,8 +164,14 @@ class Distillation:
             finished = work.replace(work.with_name("work.done"))  # a work folder that exists is always complete
             shutil.rmtree(finished, ignore_errors=True)
 
+    @property
+    def _training_has_begun(self) -> bool:
+        return (self._options.work / STATE_FILE).is_file()
+
     def _choose_engine(self) -> PlainEngine | None:
         """Install the engine that generates faster, or that of the plan: resumed text must have the same bits."""
+        if self._training_has_begun:
+            return None
         known = self._plan.engine
         plain = 0.0 if known else self._generator.seconds_of_all(self._plan.page)
         engine = None if known == PLAIN else students.install_engine(self._target.model)
@@ -273,8 +279,8 @@ class Distillation:
         write_json(self._options.work / PROGRESS_FILE, self._seconds)
 
     def _generate(self, corpus: Corpus) -> None:
-        if (self._options.work / STATE_FILE).is_file():
-            return  # training has begun, and more text would change the drafter's vocabulary; --hours may allow it now
+        if self._training_has_begun:
+            return  # more text, which --hours may allow now, would change the drafter's vocabulary
         limit = self._plan.hours * 3600 * GENERATION_SHARE or math.inf  # 0 hours means no limit
         page = self._plan.page
         reporter = ProgressReporter(self._report, "generating", len(corpus) * page, self._pages * page)
