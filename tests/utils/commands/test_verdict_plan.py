@@ -56,6 +56,12 @@ def test_what_chooses_the_candidate_is_never_measured(
     )
 
 
+@pytest.mark.parametrize("tasks", ["abcdefgg", "abcdefggg", "aabbccddeeff", "aaaaaaaabcd"])
+def test_no_task_loses_its_only_prompt_to_tuning(tasks: str) -> None:
+    plan = divide("prompts", [Prompt(str(number), task) for number, task in enumerate(tasks)])
+    assert plan.tuning and {prompt.task for prompt in plan.measured} == set(tasks)
+
+
 @pytest.mark.parametrize("amount", [1, 5, 6, 7, 8, 11, 12, 40])
 def test_few_prompts_are_not_divided_and_more_are(amount: int) -> None:
     prompts = [Prompt(str(index)) for index in range(amount)]
