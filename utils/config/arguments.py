@@ -232,8 +232,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="an inference server that answers prompts, too; repeatable; no model is loaded without --target, --drafter "
-        "or --pair",
+        help="an inference server that answers prompts, too; repeatable; no model is loaded without --target, "
+        "--drafter or --pair",
     )
     add("--json", type=Path, metavar="FILE", help="append a JSON record of each generation to this file")
     add("--no-color", action="store_true", help="plain text output")
