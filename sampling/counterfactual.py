@@ -107,18 +107,23 @@ class RecordedDrafter:
         """Nothing to learn."""
 
 
-def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> Iterator[Draft]:
-    """The drafts, at most `count`, that a drafter proposes after each prefix of the text."""
+def _led(text: FinishedText, drafter: Drafter) -> Iterator[list[int]]:
+    """The contexts before each token of the text. Between them the drafter is led on by that token."""
     target, context = TextSession(text), list(text.context)
     drafter.begin(text.prompt, list(context))
     for token in text.tokens:
-        start = len(context)
-        draft = drafter.propose(context, count)
-        yield Draft(list(draft.tokens), kind=draft.kind)
-        logits = target.feed(context, keep=1)
+        yield context
+        start, logits = len(context), target.feed(context, keep=1)
         context = [*context, token]
         target.rewind(start)
         drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
+
+
+def drafts_along(text: FinishedText, drafter: Drafter, count: int) -> Iterator[Draft]:
+    """The drafts, at most `count`, that a drafter proposes after each prefix of the text."""
+    for context in _led(text, drafter):
+        draft = drafter.propose(context, count)
+        yield Draft(list(draft.tokens), kind=draft.kind)
 
 
 def chain_single_drafts(single: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -177,22 +182,16 @@ def expected_counts(
     draft is needed. The first token comes from the prefill and is not drafted. The last drafts of a text are shorter;
     with `counts_ends`, the position after such a draft counts as verified.
     """
-    size, target, context = len(text.tokens), TextSession(text), list(text.context)
+    size = len(text.tokens)
     chances = [[0.0] * (size + count + 1) for _ in range(2)]  # of a round that begins at each token, by kind of drafts
     chances[0][1] = chances[1][1] = 1.0
     totals = [[[0.0, 0.0] for _ in range(count)] for _ in range(2)]
-    drafter.begin(text.prompt, list(context))
-    for place, token in enumerate(text.tokens):
-        start = len(context)
+    for place, context in enumerate(_led(text, drafter)):
         if place and (chances[0][place] or chances[1][place]):
             draft = drafter.propose(context, min(count, size - place - 1))  # as the loop: none for the last token
             rates = _chances(text, draft, place, temperature)
             for kind in range(2):
                 _follow(rates[kind], chances[kind], totals[kind], place, counts_ends=counts_ends)
-        logits = target.feed(context, keep=1)
-        context = [*context, token]
-        target.rewind(start)
-        drafter.commit(context, Verified(start, logits, logits.softmax(-1), target.take_features()))
     drawn, likeliest = ([(accepted, verified) for accepted, verified in kind] for kind in totals)
     return drawn, likeliest
 

@@ -38,8 +38,8 @@ LONGEST_PROMPT = 512  # tokens of the prompt for which logits are computed
 SMALL_DRIFT = 0.01  # a difference of logits below this seldom changes a token
 OWN_PROMPT = "Repeat this list three times: apples, pears, plums, figs."
 EQUAL_TEXTS = (
-    "the speculative, n-gram assisted and target-only texts are the same under greedy (with any rule), "
-    "and with sampling under /verify coupled"
+    "strategies with drafts have the texts of target-only under greedy (with any rule), and with sampling under "
+    "/verify coupled"
 )
 AUDIT_TABLE = ResultTable(
     figure("mode", "mode"),

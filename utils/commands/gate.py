@@ -184,10 +184,12 @@ class _Gate:
             self.problems["only runs of strategies are measured, no servers."] = servers
         self.file.runs = [run for run in self.file.runs if run.line not in servers]
         countdown, warm, rows = records.Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
-        while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
-            yield from self._pass(countdown, warm)
-            rows = self.rows()
-        yield from map(TABLE.finding, rows)
+        try:
+            while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
+                yield from self._pass(countdown, warm)
+                rows = self.rows()
+        finally:  # after Ctrl-C those of the finished passes
+            yield from map(TABLE.finding, rows)
         if path := os.environ.get(SUMMARY):
             try:
                 with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:

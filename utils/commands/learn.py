@@ -258,8 +258,7 @@ def _learn_ngrams(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"{path} holds no text.")
     full = "; the storage is full, /ngram limit allows more" if len(storage) >= storage.limit else ""
     learned = f"{count_of(len(storage), 'n-gram')} from {read} of {count_of(len(files), 'file')}{full}"
-    # As after /ngram load.
-    kept = f"; {'/ngram keep was turned on, so that they are used'}" if settings.reset_in_between else ""
+    kept = "; /ngram keep was turned on, so that they are used" if settings.reset_in_between else ""
     return [ChangeSettings(replace(settings, reset_in_between=False)), storage, Reply(f"{learned}{kept}")]
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from utils import __version__
 from utils.comparison.arms import ComparedRun, Run
 from utils.comparison.harness import LastPrompt
+from utils.comparison.strategies import STRATEGIES
 from utils.config.settings import Settings, as_json
 from utils.decode.steps import FinishReason
 from utils.engine.machine import machine_facts
@@ -310,7 +311,8 @@ LEAST_SPEED, MAX_SPEED = 1e-6, 1e9  # a file can be edited: other speeds would g
 COMPARED = {**CIRCUMSTANCES, SERVER: ("url", "model", "kind", "prompt_form")}
 TASK = ("length", "processor", "seed", "system", "special")
 # These settings select what runs and what is shown, depend on the machine, or must be equal for a match.
-NOT_COMPARED = ("speculative", "ngram", "target", "drafter", "debug", "costs", "turns", "chat")
+_TOGGLES = (row.toggle for row in STRATEGIES if isinstance(getattr(Settings(), row.toggle), bool))
+NOT_COMPARED = (*_TOGGLES, "debug", "costs", "turns", "chat")
 # The runs of the baseline do not depend on these.
 DRAFTING = ("gamma", "drafter_kind", "verify", "ngram_storage", "ngram_limit", "top_k_filler", "reset_in_between")
 SHOWN_LINES = 8  # line numbers shown in a sentence

@@ -232,7 +232,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="an inference server that answers prompts, too; repeatable; without --target or --pair no model is loaded",
+        help="an inference server that answers prompts, too; repeatable; no model is loaded without --target, "
+        "--drafter or --pair",
     )
     add("--json", type=Path, metavar="FILE", help="append a JSON record of each generation to this file")
     add("--no-color", action="store_true", help="plain text output")

@@ -357,7 +357,8 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
 COPIED_TOKENS = 4  # a token is copied if it ends this many tokens that the text before it contains, too
 TEMPLATE_END = 16  # tokens at the end of a prompt in which a chat template may begin the thinking
 THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-CODE = re.compile(r"^[ \t]*```.*?(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# A fence begins a line, or an item of a list.
+CODE = re.compile(r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?```.*?(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def spans_of(prompt: Sequence[int], steps: Sequence[Step], tokenizer: Any) -> dict[str, list[int]]:

@@ -198,12 +198,12 @@ def typed_lines(
 
 
 def piped_lines() -> Iterator[str]:
-    """The lines of standard input. The last one may lack its newline."""
+    """The lines of standard input, without byte order marks of files. The last one may lack its newline."""
     if isinstance(sys.stdin, TextIOWrapper):
         # A byte that is not UTF-8 must not end the program in the middle of the input. Only "\n" ends a line.
         sys.stdin.reconfigure(errors="replace", newline="\n")
     for line in sys.stdin or ():  # None if standard input is closed
-        yield line.removesuffix("\n").removesuffix("\r")
+        yield line.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
 
 
 @contextmanager

@@ -270,16 +270,19 @@ class ReplSession:
         assert state.training is not None
         try:
             verdict = self._apply(race.report)
-        except Exception:  # a training that has failed is over
-            self._use_training(None)
+        except Exception:  # the training has failed, or the records of a finished race cannot be written
+            self._end_training(race)
             raise
         if verdict is Verdict.INTERRUPTED:
             state.training.was_raced |= not state.training.is_running
-            return verdict
+        else:
+            self._end_training(race)
+        return verdict
+
+    def _end_training(self, race: registry.RaceDrafters) -> None:
         if (pair := race.winner()) is not None:
             self._loaded.use_drafter(pair)
         self._use_training(None)
-        return verdict
 
     def _run_lines(self, lines: Sequence[str]) -> Verdict:
         """Process lines as if they were typed, until one quits or is interrupted."""

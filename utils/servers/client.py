@@ -344,6 +344,7 @@ class AnswerStream:
         if not interrupted and not reason and not self.is_done:
             raise self._error("ended the stream before the text was complete")
         finish = FinishReason.LENGTH if reason in CUT else FinishReason.STOP
+        new_tokens = self._usage.get("new_tokens")
         return ServerCompletion(
             text=without_key("".join(piece.text for piece in pieces), self._address.key),
             pieces=pieces,
@@ -351,7 +352,7 @@ class AnswerStream:
             finish_reason=without_key(reason, self._address.key),
             seconds=seconds,
             prompt_tokens=self._usage.get("prompt_tokens"),
-            usage_tokens=self._usage.get("new_tokens"),
+            usage_tokens=None if self.received and not new_tokens else new_tokens,  # a text has tokens
             figures=self._figures,
             own_rate=self._kind.own_rate(self._figures),
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fakes import Screen, open_session, records_of, screen, table_pair
-from recordings import Row, edited, recorded
+from recordings import Row, edited, interrupt_after, recorded
 from simulations import FEWER
 
 import infer
@@ -221,6 +221,17 @@ def test_a_text_that_is_not_the_targets_fails(view: Screen, lines_file: Path, mo
     monkeypatch.setattr(gate, "rerun", wrong)
     verdict, rows, _ = gated(view, file)
     assert verdict is Verdict.FAILED and rows["ngram"]["other_texts_in_lines"] == [2]
+
+
+def test_ctrl_c_keeps_the_finished_passes(
+    view: Screen, steady: Any, lines_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("verdict_of", UNDECIDED), ("more_runs", "")):
+        monkeypatch.setattr(gate, name, lambda *rest, value=value: value)
+    interrupt_after(monkeypatch, 3 + 2 * 18 + 5)  # within the third pass; every strategy is warmed up
+    verdict, rows, lines = gated(view, lines_file)
+    assert verdict is Verdict.INTERRUPTED and "gate: not distinguishable" in lines[-1]
+    assert {row["runs"] for row in rows.values()} == {"6 x 2"}
 
 
 def test_records_that_cannot_run_fail_and_too_few_are_not_decided(

@@ -21,10 +21,12 @@ from ngram_assisted import load_storage
 from sampling.distill.__main__ import main as distill
 from utils.commands import learn
 from utils.comparison import speed_claims, training
+from utils.comparison.records import RecordFile
 from utils.comparison.strategies import STRATEGIES, Strategy
 from utils.decode.steps import Step
 from utils.drafter_formats.eagle3_file import Surroundings, new_eagle3, save_eagle3, usual_layers
 from utils.engine.compiled_drafter import CompiledDrafter
+from utils.errors import UserError
 from utils.pairs.load_pair import load_pair
 from utils.pairs.request import PairRequest
 from utils.repl.repl_session import ReplSession, Verdict
@@ -200,6 +202,21 @@ def test_the_next_prompt_uses_the_new_drafter_at_once(session: ReplSession, fold
         assert session.handle("Hello") is Verdict.DONE
     assert session.harness.state.last is not None
     assert session.harness.state.last.job.pair.drafter_name == "learned-1 (EAGLE-3)"
+
+
+def test_a_full_disk_does_not_cost_the_new_drafter(
+    session: ReplSession, folders: Path, view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: RecordFile, rows: object) -> None:
+        raise UserError("no space left")
+
+    trained(session, folders, tmp_path)
+    old, _ = session.harness.pair, fake_runs(monkeypatch, 0.8)
+    monkeypatch.setattr(RecordFile, "append", full)
+    assert session.handle("/learn wait") is Verdict.FAILED
+    shown, messages = view.take()
+    assert "It drafts from now on" in shown and "no space left" in messages
+    assert session.harness.pair is not old and session.harness.state.training is None
 
 
 def test_a_training_that_fails_costs_no_prompt(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import Screen, records_of
 from verdict_runs import TEXTS, Runs, helpful, ids_of, prompts_file, session_of, verdict_of
 
+from utils.commands.verdicts import selection
 from utils.commands.verdicts.measurement import FOLDER, RUN_SECONDS, divide, plan_prompts, run_length, run_seconds
+from utils.comparison.strategies import STRATEGIES
 from utils.prompts.prompt_files import Prompt, read_prompts, spaced, tasks_in_turn
 from utils.prompts.request_fields import grammar_text
 from utils.repl.repl_session import Verdict
@@ -54,6 +57,12 @@ def test_what_chooses_the_candidate_is_never_measured(
     assert row["pairs"] == sum(prompt in measured and name == "target" for name, _, prompt in runs.made), (
         "every pair is of a measured prompt"
     )
+
+
+@pytest.mark.parametrize("tasks", ["abcdefgg", "abcdefggg", "aabbccddeeff", "aaaaaaaabcd"])
+def test_no_task_loses_its_only_prompt_to_tuning(tasks: str) -> None:
+    plan = divide("prompts", [Prompt(str(number), task) for number, task in enumerate(tasks)])
+    assert plan.tuning and {prompt.task for prompt in plan.measured} == set(tasks)
 
 
 @pytest.mark.parametrize("amount", [1, 5, 6, 7, 8, 11, 12, 40])
@@ -168,3 +177,10 @@ def test_the_length_of_runs_follows_the_speed() -> None:
     assert [run_length(step, 1000) for step in (0.001, 0.05, 0.1, 0.2, 9)] == [128, 64, 32, 16, 16]
     assert run_seconds(1) == pytest.approx(10) and run_seconds(12) == RUN_SECONDS
     assert run_length(0.001, 35) == 35 and run_length(9, 5) == 5
+
+
+def test_the_recommended_strategy_is_the_only_one_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(STRATEGIES[1], name="other", toggle="drafter")
+    monkeypatch.setattr(selection, "STRATEGIES", (*STRATEGIES[:3], other))
+    changes = selection.VerdictCandidate(other, None, 1.5).changes
+    assert changes == {"speculative": False, "ngram": False, "drafter": True, "gamma": None}

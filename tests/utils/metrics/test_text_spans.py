@@ -72,6 +72,8 @@ def test_code_and_prose() -> None:
     # marks repeat "\n```", and then "```\n", so tokens 14 and 15 are copied.
     copied = {"copied": [1, 2], "new": [13, 14]}
     assert spans_of(ids("p"), steps, TOKENIZER) == copied | {"code": [12, 13], "prose": [2, 3]}
+    item = spans_of(ids("p"), steps_of("1. ```x\n ```\nabcd", [(17, 17)]), TOKENIZER)
+    assert item["code"] == [12, 12] and item["prose"] == [5, 5]
     both = spans_of(ids("p"), steps_of("<think>\n```\nx", [(12, 12)]), TOKENIZER)
     assert both == {"thinking": [12, 12], "code": [4, 4], "prose": [8, 8]}, "marks that do not end"
 

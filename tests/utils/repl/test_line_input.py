@@ -237,7 +237,7 @@ def test_tab_goes_through_several_completions() -> None:
     assert typed_slowly("/debug o", "\t", "\t", "\r\x04") == ["/debug off"]
 
 
-@pytest.mark.parametrize("text", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n"])
+@pytest.mark.parametrize("text", ["one\ntwo\n", "one\ntwo", "one\r\ntwo\r\n", "\ufeffone\ntwo\n"])
 def test_piped_lines_end_with_or_without_a_newline(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text, newline=""))
     assert list(piped_lines()) == ["one", "two"]

@@ -83,10 +83,11 @@ def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
 def divide(source: str, prompts: Sequence[Prompt]) -> PromptPlan:
     """Divide prompts into measured ones and a few for tuning, if there are enough.
 
-    Tuning prompts are evenly spaced, so that a file sorted by task does not lose a whole task to them.
+    Tuning prompts are evenly spaced, and no task loses its first prompt to them, so that every task gets an answer.
     """
-    divided = len(prompts) > FEW
-    chosen = spaced(prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE) if divided else MOST_TUNING)
+    divided, first = len(prompts) > FEW, {prompt.task: prompt for prompt in reversed(prompts)}
+    spare = [prompt for prompt in prompts if prompt is not first[prompt.task]] if divided else prompts
+    chosen = spaced(spare or prompts, min(MOST_TUNING, len(prompts) // TUNING_SHARE) if divided else MOST_TUNING)
     others = [prompt for prompt in prompts if prompt not in chosen] if divided else prompts
     measured = tasks_in_turn(spaced(others, MOST_MEASURED)) if divided else tuple(prompts)
     tuning = tuple(replace(prompt, later=()) for prompt in chosen)

@@ -35,11 +35,12 @@ from utils.comparison.arms import PREFIX, Arm, complete
 from utils.comparison.harness import Harness, comparable_servers
 from utils.comparison.records import Progress
 from utils.comparison.speed_claims import SLOWER, server_notes
-from utils.comparison.strategies import Job, Strategy, is_greedy
+from utils.comparison.strategies import STRATEGIES, Job, Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.results import Clock, Generation
+from utils.pairs.drafter_kinds import DRAFTER_KINDS
 from utils.pairs.pair import Pair
 from utils.pairs.request import CHAIN, HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
@@ -59,7 +60,7 @@ NAMES = {
     "suffix": "suffix matching",
     CHAIN: "suffix matching chained with the drafter",
 }
-WITHOUT_DRAFTER = ("lookup", "suffix")
+WITHOUT_DRAFTER = tuple(kind.name for kind in DRAFTER_KINDS if not (kind.uses_loaded or kind.cuts_target))
 NO_CANDIDATE = (
     "no server can be compared: /server add NAME URL baseline=NAME says which other server on the same host, or on an "
     "equal machine (same=NAME), is without speculation."
@@ -93,9 +94,8 @@ class VerdictCandidate:
     @property
     def changes(self) -> Mapping[str, Any]:
         """The fields of Settings that make a session use it."""
-        chooses = self.strategy.chooses_kind
-        kind = {"drafter_kind": (self.strategy.word,)} if chooses else {}
-        return {"speculative": chooses, "ngram": not chooses, **kind, "gamma": self.gamma}
+        kind = {"drafter_kind": (self.strategy.word,)} if self.strategy.chooses_kind else {}
+        return {**only_drafting(self.strategy.toggle), **kind, "gamma": self.gamma}
 
     def commands(self, settings: Settings) -> list[str]:
         """The commands that make a session with these settings use it, possibly beside other strategies."""
@@ -103,6 +103,11 @@ class VerdictCandidate:
         needed = [name for name, value in self.changes.items() if value is not False]
         rows = {name: setting_fields()[name] for name in needed if getattr(settings, name) != getattr(changed, name)}
         return [f"/{name} {row.show(changed)}" for name, row in rows.items()]
+
+
+def only_drafting(chosen: str) -> dict[str, bool]:
+    """The fields of Settings that turn on the drafting strategy with this toggle, and the others off."""
+    return {one.toggle: one.toggle == chosen for one in STRATEGIES if one.drafts}
 
 
 def best_of_each(candidates: Sequence[VerdictCandidate], pair: Pair) -> list[VerdictCandidate]:
@@ -311,7 +316,7 @@ class DrafterSelection:
             "skipped": [*self.skipped, *measurement.race.notes, *cannot],
         }
         advised = helps(row)
-        off = {"speculative": False, "ngram": False} if row["verdict"] == SLOWER else None
+        off = only_drafting("") if row["verdict"] == SLOWER else None
         self.harness.state.advice = chosen.changes if advised else off
         gamma = best_fixed.gamma if chosen.gamma is None else chosen.gamma
         label, uses_loaded = chosen.strategy.drafter_label(pair), chosen.strategy.kind.uses_loaded
