@@ -188,8 +188,10 @@ class _Gate:
             while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
                 yield from self._pass(countdown, warm)
                 rows = self.rows()
-        finally:  # after Ctrl-C those of the finished passes
-            yield from map(TABLE.finding, rows)
+        except KeyboardInterrupt:
+            yield from map(TABLE.finding, rows)  # of the finished passes
+            raise
+        yield from map(TABLE.finding, rows)
         if path := os.environ.get(SUMMARY):
             try:
                 with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
