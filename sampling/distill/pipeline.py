@@ -31,6 +31,7 @@ from utils.decode.features import layer_count
 from utils.decode.model_info import cache_bytes, context_length, vocabulary_size
 from utils.engine.layer_engine import PlainEngine
 from utils.engine.stored_weights import fill
+from utils.engine.trials import PLAIN
 from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models import Reporter
@@ -58,7 +59,7 @@ MUON_ITERATIONS = 5  # of torch's optimizer
 REPORT_SECONDS = 15.0
 LOW_ACCEPTANCE = 0.2  # of the first draft of a round; below, drafting costs more than it saves
 PROGRESS_FILE = "progress.json"
-PLAIN, INVARIANT = "plain", "invariant"  # engines, in plan.json
+INVARIANT = "invariant"  # the engine, in plan.json
 
 
 class ProgressReporter:
@@ -134,7 +135,7 @@ class Distillation:
         self._check_budget()
         work.mkdir(parents=True, exist_ok=True)
         engine = self._choose_engine()
-        write_json(work / PLAN_FILE, asdict(replace(options.plan, engine=self._plan.engine)))
+        write_json(work / PLAN_FILE, asdict(self._options.plan))
         self._report(self._plan_text())
         if (file := work / PROGRESS_FILE).is_file():
             self._seconds |= json.loads(file.read_text(encoding="utf-8"))
@@ -146,8 +147,8 @@ class Distillation:
         self._generate(corpus)
         if engine is not None:
             engine.remove()
-            fill([target.model])  # drafters borrow weights
-            release_memory()
+        fill([target.model])  # an engine has left them in their files, and drafters borrow some
+        release_memory()
         trainer = self._trainer(corpus)
         self._train(trainer, held_out)
         students.save_student(trainer.student, options.out, target)
@@ -172,7 +173,7 @@ class Distillation:
         """Install the engine that generates faster, or that of the plan: resumed text must have the same bits."""
         if self._training_has_begun:
             return None
-        known = self._plan.engine
+        known = self._options.plan.engine
         plain = 0.0 if known else self._generator.seconds_of_all(self._plan.page)
         engine = None if known == PLAIN else students.install_engine(self._target.model)
         generator = self._new_generator()
@@ -181,7 +182,8 @@ class Distillation:
             engine = None
         if engine is not None:
             self._generator = generator
-        self._plan = replace(self._plan, engine=INVARIANT if engine is not None else PLAIN)
+        plan = replace(self._options.plan, engine=PLAIN if engine is None else INVARIANT)
+        self._options = replace(self._options, plan=plan)
         return engine
 
     def _check_budget(self) -> None:
@@ -338,7 +340,7 @@ class Distillation:
 
     def _card(self, counts: dict[int, Tensor], generated: int, steps: int) -> list[str]:
         """The lines of the model card. generated: tokens by the target."""
-        plan, model = replace(self._options.plan, engine=self._plan.engine), self._target.model
+        plan, model = self._options.plan, self._target.model
         hours = {k: v / 3600 for k, v in self._seconds.items()}
         return [
             f"# Drafter for {model.name_or_path}",

@@ -108,13 +108,12 @@ def install_engine(model: Any) -> InvariantEngine | None:
     if model.dtype != torch.float32 or engine.unsupported():
         return None
     try:
-        failure = install_with_fallback(engine, unreported, Reference.of(model, weights).difference)
-    except Exception as error:  # whatever the code of a model raises is no reason to stop
-        failure = str(error)
-    if not failure:
-        return engine
-    engine.remove()
-    return None
+        fails = bool(install_with_fallback(engine, unreported, Reference.of(model, weights).difference))
+    except Exception:  # the code of a model may raise anything, and PyTorch can compute the model instead
+        fails = True
+    if fails:
+        engine.remove()
+    return None if fails else engine
 
 
 class Student:

@@ -383,7 +383,7 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
         if names.get(tensor.name, "").removesuffix(".weight") in held:
             continue
         kind, data = tensor.tensor_type.name, tensor.data
-        if kind in UNPACKERS and data.ndim == 2:  # gguf takes many times as long for the same numbers
+        if kind in UNPACKERS and data.ndim == 2:  # gguf takes longer for the same numbers
             weights = unpacked(kind, data).dense().numpy()
         else:
             weights = dequantize(data, tensor.tensor_type)

@@ -8,7 +8,7 @@ from tiny import hidden_features, tiny_llama, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sampling.distill import pages
+from sampling.distill import pages, students
 from sampling.distill.pages import (
     ANSWER,
     DOCUMENT,
@@ -23,6 +23,7 @@ from sampling.distill.pages import (
     openings,
 )
 from sampling.distill.students import install_engine
+from utils.decode.engine_forward import engine_forward
 from utils.engine import attention
 
 LAYERS = (1, -1)
@@ -58,6 +59,20 @@ def test_a_page_matches_the_target(page_of, has_engine):
     assert page.tokens[:, : len(script.prefix)].tolist() == [list(script.prefix)] * 6
     greedy = (page.answers & (page.temperatures == 0)[:, None])[:, 1:]
     assert greedy.any() and torch.equal(output.logits.argmax(-1)[:, :-1][greedy], page.tokens[:, 1:].long()[greedy])
+
+
+def test_pytorch_computes_what_an_engine_cannot(page_of, monkeypatch):
+    """After an error without a message as well."""
+    model = tiny_llama(vocab_size=300)
+    expected, _ = page_of(model)
+
+    def failing(engine, *_):
+        engine.install()
+        raise RuntimeError
+
+    monkeypatch.setattr(students, "install_with_fallback", failing)
+    assert install_engine(model) is None and engine_forward(model) is None
+    assert torch.equal(page_of(model)[0].features, expected.features)
 
 
 def test_passes_are_small_enough_for_all_their_hidden_states(page_of, monkeypatch):
