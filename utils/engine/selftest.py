@@ -88,7 +88,7 @@ def _dependence(part: PreTrainedModel, widths: Sequence[int], thread_count: int,
     torch.set_num_threads(thread_count)
     threads = f"{thread_count} thread{'s' if thread_count > 1 else ''}"
     context = sample_context(part, PREFIX + widths[-1])
-    prefix = min(PREFIX, len(context) // 2)
+    prefix = min(PREFIX, max(len(context) // 2, len(context) - widths[-1]))
     session, count = ModelSession(part), len(context) - prefix
     session.feed(context[:prefix], keep=1)
     alone = logits_by_width(session, context, count, 1)  # (positions, V), by decode steps
