@@ -2,8 +2,8 @@
 
 A conversation begins with the template up to the user's message. The target completes the message, the template ends
 the turn and opens the answer, the target writes the answer, and so on. Template tokens are inserted, not sampled. So
-are documents: answers of earlier conversations that the message is about. The features that a drafter reads are hidden
-states of the same forward passes; nothing is computed for training only.
+are documents that the message is about: answers of earlier conversations, and parts of the reference of Python. The
+features that a drafter reads are hidden states of the same forward passes; nothing is computed for training only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Script:
 
         def encode(text: str) -> tuple[int, ...]:
             # The template writes special tokens itself; the tokenizer would add a second first token.
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
         groups, complete = ((tuple(questions),), True) if questions else (openings(), False)
         messages = [
@@ -91,17 +92,20 @@ class Script:
         return Opening(tuple((token, TEMPLATE) for token in self.encode(text)), self.complete)
 
     def draw_task(self, rng: random.Random, texts: Sequence[tuple[int, ...]], size: int) -> Opening:
-        """A random task about a document of `size` tokens, which consists of some of the texts.
+        """A random task about a document of `size` tokens: some of the texts, or a part of REFERENCE.
 
-        If the task ends with the document, the message is complete.
+        The message is complete if the task ends with the document or with a sentence.
         """
-        document: list[int] = []
+        document, source = list[int](), DOCUMENT
+        if rng.random() < REFERENCE_TASKS:
+            start = rng.randrange(max(1, len(REFERENCE) - CHARACTERS * size))
+            document, source = [*self.encode(REFERENCE[start : start + CHARACTERS * size])], TEMPLATE
         while len(document) < size:
             document += (*rng.choice(texts), *self.encode("\n\n"))
         before, after = rng.choice(_lines("documents")).replace("\\n", "\n").split("{}")
-        parts = ((self.encode(before), TEMPLATE), (document[:size], DOCUMENT), (self.encode(after), TEMPLATE))
+        parts = ((self.encode(before), TEMPLATE), (document[:size], source), (self.encode(after), TEMPLATE))
         tokens = tuple((token, source) for part, source in parts for token in part)
-        return Opening(tokens, complete=after[-1:] not in (":", ","))
+        return Opening(tokens, complete=after[-1:] in ("", "."))
 
 
 @dataclass(slots=True)
@@ -164,8 +168,9 @@ def openings() -> tuple[tuple[str, ...], ...]:
     """
     subjects, tasks = _lines("subjects"), _lines("tasks")
     questions, requests = _filled(_lines("questions"), subjects), _filled(_lines("requests"), subjects)
-    open_ended = tuple(line.replace("\\n", "\n") for line in _lines("open_ended"))
-    return open_ended, questions, questions, requests, requests, _filled(_lines("code"), tasks)
+    names = ("open_ended", "queries", "problems", "translations")
+    others = (tuple(line.replace("\\n", "\n") for line in _lines(name)) for name in names)
+    return *others, questions, questions, requests, requests, _filled(_lines("code"), tasks)
 
 
 def _filled(forms: list[str], words: list[str]) -> tuple[str, ...]:
@@ -180,6 +185,8 @@ ANSWER_TEMPERATURES = (0.0, 1.0, 0.4, 0.0, 1.0, 0.7)  # by row in turn: drafters
 SHARES = (8, 2, 8, 1)  # the lengths of conversations, by page in turn: the longest one divided by these
 LONG_DOCUMENT, SHORT_DOCUMENT = (0.7, 0.85), (0.1, 0.5)  # size of a document relative to its conversation
 SHORT_TASKS = 0.35  # of short conversations are about a document; all longer ones are
+REFERENCE, REFERENCE_TASKS = "\n\n".join(topics.values()), 0.5  # text for documents, and the share that are parts of it
+CHARACTERS = 8  # that have at least one token
 MIN_LENGTH = 192  # of conversations, unless all are shorter
 LEAST_TEXT = 24  # tokens of an answer that may become part of a document
 PASS_TOKENS = 2048  # that are inserted in one pass: all hidden states of a pass are in memory
