@@ -57,7 +57,7 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
         # Downloads and conversions have progress bars of their own.
         has_bar = source.hub_arguments is not None or source.gguf
         with nullcontext() if has_bar else counted_seconds(where.report, f"loading {source.name}"):
-            model, loading_info = dequantized_model(source, config, where) or auto.from_pretrained(
+            model, loading_info = dequantized_model(source, config, kind, where) or auto.from_pretrained(
                 source.location,
                 config=config,  # reading it again would take seconds for a GGUF file
                 dtype=where.dtype,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from utils.errors import UserError
 from utils.freed_memory import release_memory
@@ -227,6 +228,7 @@ def with_quantized(stored: Mapping[str, StoredTensor], config: Any) -> dict[str,
     """The tensors of a checkpoint by name, with weights in supported formats in place of their parts and scales."""
     found: dict[str, QuantizedWeight] = {}
     block = _block(config)
+    _check_rotations(config)
     for name in stored:
         module, _, end = name.rpartition(".")
         if end not in (WEIGHT, PACKED):
@@ -267,6 +269,17 @@ def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> Quantiz
     return None
 
 
+def _check_rotations(config: Any) -> None:
+    """Raise UserError if inputs or outputs of layers are to be rotated too, as in SpinQuant and QuIP."""
+    groups = ((config.get("transform_config") if isinstance(config, dict) else None) or {}).get("config_groups") or {}
+    places = {part.get("location") for scheme in groups.values() for part in scheme.get("apply") or []}
+    if places - {"weight_input", "weight_output"}:  # these are in the stored weights
+        raise UserError(
+            "Weights that need rotated inputs or outputs (transform_config in config.json) are not supported: "
+            "name a checkpoint without them."
+        )
+
+
 def _block(config: Any) -> Sequence[int]:
     """The rows and columns that a config declares for the blocks of FP8 weights."""
     keys = config if isinstance(config, dict) else {}
@@ -278,28 +291,37 @@ def _block(config: Any) -> Sequence[int]:
 
 
 def dequantized_model(
-    source: Source, config: PreTrainedConfig, where: Placement
+    source: Source, config: PreTrainedConfig, kind: str, where: Placement
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A model that compressed-tensors stored, or on a CPU one in FP8, and transformers' loading info. None for others.
+    """A quantized model that compressed-tensors stored, or on a CPU one in FP8, or one that transformers would read
+    without its scales; and transformers' loading info. None for others.
 
     Then the config no longer says that it is quantized. Raises UserError for a format that is not supported, unless the
-    package is there, with which transformers reads further ones.
+    package is there, with which transformers reads further ones, or if it is to be quantized again.
     """
     method = stored_quantization(config)
-    if method != COMPRESSED_TENSORS and (method, where.device) != ("fp8", "cpu"):
+    is_known = method in (*AUTO_QUANTIZATION_CONFIG_MAPPING, *BITSANDBYTES)
+    if source.gguf or (is_known and method != COMPRESSED_TENSORS and (method, where.device) != ("fp8", "cpu")):
         return None
     folder = downloaded_folder(source)
     files = filter(Path.is_file, weight_files(folder))
     stored = {tensor.name: tensor for path in files for tensor in stored_tensors(path)}
-    weights = with_quantized(stored, config.quantization_config)
-    if odd := next((part for part in weights.values() if isinstance(part, StoredTensor) and is_packed(part)), None):
-        if method != COMPRESSED_TENSORS or find_spec("compressed_tensors") is not None:
+    weights = with_quantized(stored, getattr(config, "quantization_config", None))
+    if odd := [part for part in weights.values() if isinstance(part, StoredTensor) and is_packed(part)]:
+        # On a CPU, transformers reads joined experts without their scales.
+        strange = next((part for part in odd if not part.name.endswith(f".{WEIGHT}")), None)
+        has_package = method == COMPRESSED_TENSORS and find_spec("compressed_tensors") is not None
+        if has_package or (method == "fp8" and strange is None):
             return None
-        raise unsupported(source.name, odd.kind, odd.name)
+        raise unsupported(source.name, (strange or odd[0]).kind, (strange or odd[0]).name)
+    if not is_known and not any(isinstance(part, QuantizedWeight) for part in weights.values()):
+        return None
+    if kind != "none":
+        raise UserError(f"'{source.name}' is already quantized (FP8 or 4 bits): omit {kind}.")
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.bfloat16
     needed = sum(prod(part.shape) for part in weights.values()) * dtype.itemsize
     check_free(source.name, needed, "cpu", "use --dtype bfloat16, or a smaller model")
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     state = {
         name: part.read() if isinstance(part, StoredTensor) else part.read(dtype) for name, part in weights.items()
     }
@@ -314,7 +336,8 @@ def dequantized_model(
 def is_packed(tensor: StoredTensor) -> bool:
     """Whether it is a weight in 8 bits or fewer. Other tensors of bytes are masks and tables."""
     end = tensor.name.rpartition(".")[2]
-    return end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in QUANTIZED)
+    is_fp8 = tensor.kind in (FP8, "F8_E5M2")  # also of experts, which have other names
+    return is_fp8 or end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in QUANTIZED)
 
 
 def unsupported(name: str, kind: str, stored: str) -> UserError:

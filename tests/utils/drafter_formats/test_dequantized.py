@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, eagle3_tensors, speculators_config, write_checkpoint
 from drafter_runs import read
-from mtp_checkpoints import deepseek_layers, tiny_glm, write_target
+from mtp_checkpoints import deepseek_layers, tiny_glm, tiny_mellum, write_target
 from quantized_checkpoints import fp8_parts, int4_parts, quantized, scheme
 from safetensors.torch import load_file
 from shelf import load, refusal
@@ -125,6 +125,29 @@ def test_nothing_is_larger_than_the_final_weight(tmp_path, name):
     assert final.dtype == torch.bfloat16 and largest.bytes == final.nbytes
 
 
+def model_folders(root: Path, quantize: Any, keys: Any) -> tuple[Path, Path]:
+    """A model as stored, with this `quantization_config`, and in floats."""
+    folders = [
+        save_folder(root / name, tiny_llama(num_hidden_layers=1), tiny_tokenizer()) for name in ("stored", "floats")
+    ]
+    config = json.loads((folders[0] / "config.json").read_text(encoding="utf-8"))
+    stored, meant = quantized(load_file(folders[0] / "model.safetensors"), quantize)
+    write_checkpoint(folders[0], config | ({} if keys is None else {"quantization_config": keys}), stored)
+    write_checkpoint(folders[1], config, meant)
+    for folder in folders:
+        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5]}), encoding="utf-8")
+    return folders[0], folders[1]
+
+
+def check_model(folders: tuple[Path, Path], role: str) -> None:
+    """What is loaded from the first folder computes the same as from the second."""
+    found, expected = (getattr(load(folder if role == "target" else folders[1], folder), role) for folder in folders)
+    prompt = torch.tensor([[7, 11, 2, 29]])
+    with torch.no_grad():
+        assert torch.equal(found(prompt).logits, expected(prompt).logits)
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
 @pytest.mark.parametrize(
     ("role", "name"),
     [
@@ -135,20 +158,57 @@ def test_nothing_is_larger_than_the_final_weight(tmp_path, name):
 )
 def test_models_are_read_too(tmp_path, name, role):
     """transformers refuses most of them without a package that this program does not need."""
-    quantize, keys = FORMATS[name]
-    model = tiny_llama(num_hidden_layers=1)
-    folders = [save_folder(tmp_path / name, model, tiny_tokenizer()) for name in ("stored", "floats")]
-    config = json.loads((folders[0] / "config.json").read_text(encoding="utf-8"))
-    stored, meant = quantized(load_file(folders[0] / "model.safetensors"), quantize)
-    write_checkpoint(folders[0], config | {"quantization_config": keys}, stored)
-    write_checkpoint(folders[1], config, meant)
-    for folder in folders:
-        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5]}), encoding="utf-8")
-    found, expected = (getattr(load(folder if role == "target" else folders[1], folder), role) for folder in folders)
-    prompt = torch.tensor([[7, 11, 2, 29]])
-    with torch.no_grad():
-        assert torch.equal(found(prompt).logits, expected(prompt).logits)
-    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    check_model(model_folders(tmp_path, *FORMATS[name]), role)
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("keys", [None, {"quant_method": "modelopt", "quant_algo": "FP8"}])
+def test_scales_apply_without_a_config_that_transformers_knows(tmp_path, keys, role):
+    """As in exports of ModelOpt. transformers would read the numbers without their scales."""
+    folders = model_folders(tmp_path, FORMATS["FP8, tensor"][0], keys)
+    check_model(folders, role)
+    assert "already quantized" in refusal(folders[0], quantize="int8")
+
+
+def int8_parts(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return {name: weight.to(torch.int8), f"{name}_scale": torch.ones(len(weight), 1)}, weight
+
+
+def test_integers_without_a_config_are_refused(tmp_path):
+    folder, _ = model_folders(tmp_path, int8_parts, None)
+    assert "int8" in refusal(folder)
+
+
+@pytest.mark.parametrize("keys", [None, BLOCK, FORMATS["FP8, blocks"][1]])
+def test_joined_experts_in_eight_bits_are_not_read_without_their_scales(tmp_path, keys):
+    """Their names do not end with `weight`."""
+    folder = save_folder(tmp_path / "experts", tiny_mellum(vocab_size=300), tiny_tokenizer())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tensors = {name: part for name, part in load_file(folder / "model.safetensors").items() if ".experts." not in name}
+    for index in range(len(config["layer_types"])):
+        prefix = f"model.layers.{index}.mlp.experts."
+        for name, rows, columns in (("gate_up_proj", 32, 32), ("down_proj", 32, 16)):
+            tensors[prefix + name] = torch.ones(4, rows, columns).to(torch.float8_e4m3fn)
+            tensors[f"{prefix}{name}_scale_inv"] = torch.full((4, -(-rows // 16), -(-columns // 24)), 0.5)
+    write_checkpoint(folder, config | ({} if keys is None else {"quantization_config": keys}), tensors)
+    sentence = refusal(folder)
+    assert "float8_e4m3fn" in sentence and "mlp.experts." in sentence
+
+
+ROTATED = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}
+
+
+def test_weights_whose_inputs_are_to_be_rotated_are_refused(target_folder, tmp_path):
+    """By SpinQuant and QuIP, which compressed-tensors describes beside the format of the weights."""
+    quantize, keys = FORMATS["W4A16, groups"]
+    config = keys | {"transform_config": {"config_groups": {"u": ROTATED}}}
+    drafter, _ = drafter_folders(tmp_path / "head", quantize, config)
+    model, floats = model_folders(tmp_path, quantize, config)
+    sentences = refusal(target_folder, drafter), refusal(model), refusal(floats, model)
+    assert all("transform_config" in sentence for sentence in sentences)
+    fused = ROTATED | {"apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+    config["transform_config"]["config_groups"]["u"] = fused
+    check_model(model_folders(tmp_path / "fused", quantize, config), "target")
 
 
 def test_mtp_layers_are_dequantized(tmp_path):
