@@ -64,6 +64,8 @@ def _unsupported(checkpoint: DrafterCheckpoint) -> str | None:
     model_type = str(checkpoint.config.get("model_type"))
     if model_type.endswith(ASSISTANT) or model_type == "medusa":
         return model_type
+    if "medusa_num_heads" in checkpoint.config:  # the authors' configs have no model type
+        return "medusa"
     fusion = checkpoint.shapes.get("fc.weight", ())  # of EAGLE, EAGLE-2 and HASS
     is_eagle = len(fusion) == 2 and fusion[1] == 2 * fusion[0]
     return next((name for name in architectures if "eagle" in name.lower()), "EAGLE" if is_eagle else None)

@@ -38,6 +38,7 @@ def target_folder(tmp_path_factory):
         ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight"], ("muse_glimmer_assistant",)),
         ({"architectures": ["HydraEagleModel"]}, ["fc.weight"], ("HydraEagleModel",)),
         ({"model_type": "medusa"}, ["blocks.0.layers.0.weight"], ("medusa",)),
+        ({"medusa_num_heads": 2}, ["0.0.linear.weight", "0.1.weight"], ("medusa",)),
         ({"speculators_model_type": "eagle"}, ["fusion_fc.weight"], ("speculators eagle",)),
     ],
 )
