@@ -336,7 +336,7 @@ def dequantized_model(
 def is_packed(tensor: StoredTensor) -> bool:
     """Whether it is a weight in 8 bits or fewer. Other tensors of bytes are masks and tables."""
     end = tensor.name.rpartition(".")[2]
-    is_fp8 = tensor.kind in (FP8, "F8_E5M2")  # also of experts, which have other names
+    is_fp8 = tensor.kind in (FP8, "F8_E5M2") and end not in SCALES  # also of experts, which have other names
     return is_fp8 or end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in QUANTIZED)
 
 

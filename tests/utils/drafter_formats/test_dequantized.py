@@ -170,13 +170,18 @@ def test_scales_apply_without_a_config_that_transformers_knows(tmp_path, keys, r
     assert "already quantized" in refusal(folders[0], quantize="int8")
 
 
-def int8_parts(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    return {name: weight.to(torch.int8), f"{name}_scale": torch.ones(len(weight), 1)}, weight
+def other_parts(
+    name: str, weight: torch.Tensor, kind: torch.dtype, of_scale: torch.dtype
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return {name: weight.to(kind), f"{name}_scale": torch.ones(len(weight), 1).to(of_scale)}, weight
 
 
-def test_integers_without_a_config_are_refused(tmp_path):
-    folder, _ = model_folders(tmp_path, int8_parts, None)
-    assert "int8" in refusal(folder)
+@pytest.mark.parametrize(
+    ("kind", "of_scale"), [(torch.int8, torch.float32), (torch.uint8, torch.float8_e4m3fn)], ids=["INT8", "NVFP4"]
+)
+def test_integers_without_a_config_are_refused(tmp_path, kind, of_scale):
+    folder, _ = model_folders(tmp_path, partial(other_parts, kind=kind, of_scale=of_scale), None)
+    assert f"weights in {str(kind).removeprefix('torch.')} (" in refusal(folder)
 
 
 @pytest.mark.parametrize("keys", [None, BLOCK, FORMATS["FP8, blocks"][1]])
