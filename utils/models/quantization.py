@@ -336,8 +336,8 @@ def dequantized_model(
 def is_packed(tensor: StoredTensor) -> bool:
     """Whether it is a weight in 8 bits or fewer. Other tensors of bytes are masks and tables."""
     end = tensor.name.rpartition(".")[2]
-    is_fp8 = tensor.kind in (FP8, "F8_E5M2") and end not in SCALES  # also of experts, which have other names
-    return is_fp8 or end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind in QUANTIZED)
+    is_small = tensor.kind.startswith(("F4", "F6", "F8")) and "scale" not in end  # experts have names of their own
+    return is_small or end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind not in FLOATS)
 
 
 def unsupported(name: str, kind: str, stored: str) -> UserError:

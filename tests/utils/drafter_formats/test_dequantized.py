@@ -177,11 +177,17 @@ def other_parts(
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_scale"), [(torch.int8, torch.float32), (torch.uint8, torch.float8_e4m3fn)], ids=["INT8", "NVFP4"]
+    ("kind", "of_scale", "name"),
+    [
+        (torch.int8, torch.float32, "int8"),
+        (torch.uint8, torch.float8_e4m3fn, "uint8"),  # NVFP4
+        (torch.uint32, torch.float32, "U32"),  # MLX
+        (torch.float8_e4m3fnuz, torch.float32, "F8_E4M3FNUZ"),
+    ],
 )
-def test_integers_without_a_config_are_refused(tmp_path, kind, of_scale):
+def test_other_numbers_without_a_config_are_refused(tmp_path, kind, of_scale, name):
     folder, _ = model_folders(tmp_path, partial(other_parts, kind=kind, of_scale=of_scale), None)
-    assert f"weights in {str(kind).removeprefix('torch.')} (" in refusal(folder)
+    assert f"weights in {name} (" in refusal(folder)
 
 
 @pytest.mark.parametrize("keys", [None, BLOCK, FORMATS["FP8, blocks"][1]])
