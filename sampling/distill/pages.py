@@ -197,7 +197,7 @@ class TextPage:
     """B conversations of T tokens.
 
     tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
-    norm. sources (B, T): TEMPLATE, QUESTION, ANSWER or DOCUMENT of chat_script. temperatures (B,): of the answers.
+    norm. sources (B, T): TEMPLATE, QUESTION, ANSWER or DOCUMENT. temperatures (B,): of the answers.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""/learn: the loaded drafter learns from the session's prompts behind the prompt, and is used if that made it faster.
+"""/learn: the loaded drafter learns from the session's prompts in the background, and is used if that made it faster.
 
 The target answers some of the prompts again and again, and `sampling.distill` trains the drafter further on that text.
 The others are kept apart: on them the new drafter runs in turns with the old one, and the rule of all races decides.

@@ -92,7 +92,7 @@ def prepare_run(models: Iterable[Any], first: int, last: int) -> None:
 
 
 @contextmanager
-def prefill_pass(marked: bool = True) -> Iterator[None]:
+def prefill_pass(marked: bool) -> Iterator[None]:
     """Mark the passes in this block as prefills: their logits are not read, an engine need not compute them, and their
     rows need not have the bits of single decode steps.
 

@@ -70,7 +70,7 @@ def width_dependence(
     return _dependence(model, WIDTHS if complete else START_WIDTHS, thread_count, report)
 
 
-def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report = unreported) -> str:
+def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report) -> str:
     """Like `width_dependence`, of the first layer and the output head at a few widths."""
     return _dependence(_first_layer(model), LATER_WIDTHS, thread_count, report)
 
@@ -194,7 +194,7 @@ def sample_context(model: PreTrainedModel, length: int) -> list[int]:
     return sample_ids(min(length, limit or length), vocabulary_size(model))
 
 
-def read_weights(part: PreTrainedModel, weights: EngineWeights, *, outputs: int | None = None) -> None:
+def read_weights(part: PreTrainedModel, weights: EngineWeights, *, outputs: int | None) -> None:
     """Give a model that shares its weights with another one the values that an engine computes, in memory.
 
     outputs: of the output head that are kept, the first ones; None for all.

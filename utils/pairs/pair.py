@@ -1,11 +1,10 @@
 """A loaded pair: a target, its drafter, whether the two fit together, and what is known about their weights.
 
-Vocabularies are compared id by id, and context lengths, sizes and caches. The target verifies every
-draft, so an unsuitable drafter never changes the text. It only makes drafts useless, so the program reports it.
+Vocabularies are compared id by id, context lengths, sizes and caches as a whole. The target verifies every draft, so
+an unsuitable drafter never changes the text. It only makes drafts useless, so the program reports it.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,10 +156,10 @@ def _caches(*models: Any) -> PairFinding:
     """How the caches drop rejected drafts."""
     methods = []
     for model in models:
-        with suppress(UserError):
+        try:
             methods.append(ModelSession(model).rewind_method)
-            continue
-        methods.append("cannot be used")
+        except UserError:
+            methods.append("cannot be used")
     bad = "cannot be used" in methods
     remark = "drafts need /cache off" if bad else "after rejected drafts"
     return PairFinding("caches", " and ".join(dict.fromkeys(methods)), remark, bad)

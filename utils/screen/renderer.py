@@ -355,9 +355,9 @@ def report_table(
     headings: Sequence[str],
     rows: Sequence[tuple[str, ...]],
     width: int,
-    optional: Sequence[str] = (),
+    optional: Sequence[str],
     *,
-    colours: Sequence[str] = (),
+    colours: Sequence[str],
 ) -> Table:
     """Rows under headings, one line each if the screen has room for that without the optional columns.
 

@@ -23,7 +23,7 @@ class Connection:
     `ending` returns how the server has ended if this session started it, otherwise an empty text.
     """
 
-    def __init__(self, address: ServerAddress, ending: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, address: ServerAddress, ending: Callable[[], str]) -> None:
         self.address = address
         self._ending = ending
         self._client: ServerClient | None = None
