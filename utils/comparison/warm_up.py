@@ -17,7 +17,7 @@ from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
 from utils.metrics.results import RoundTiming, Stopwatch, TimedDrafter
 from utils.models.feature_drafter import FeatureDrafter
-from utils.pairs.drafter_kinds import drafter_kind, drafter_label
+from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
@@ -40,7 +40,7 @@ def with_costs(harness: Harness, settings: Settings) -> Settings:
     draft, read, after = dict(known.draft), dict(known.read), dict(longer.draft)
     # A fixed gamma, because adaptive gamma needs the costs that are measured here.
     timed = replace(settings, length=_within_context(TIMED_TOKENS, harness), gamma=TIMED_TOKENS)
-    chosen = [strategy for strategy in harness.runnable(timed) if strategy.chooses_kind]
+    chosen = [one for one in harness.runnable(timed) if one.drafts and one.kind is not NGRAM]  # which costs nothing
     for word in (word for strategy in chosen for word in strategy.kind.parts or (strategy.word,)):
         label = drafter_label(word, harness.pair)
         if label is not None and label not in draft:

@@ -10,10 +10,12 @@ from tiny import tiny_head
 
 from ngram_assisted import LongestMatch, SuffixAutomaton
 from utils.comparison.harness import NO_DRAFTER
-from utils.comparison.warm_up import draft_seconds
+from utils.comparison.strategies import STRATEGIES
+from utils.comparison.warm_up import draft_seconds, with_costs
 from utils.config.settings import as_json
 from utils.config.value_types import COST_TABLE_EXAMPLE
 from utils.metrics.costs import Costs
+from utils.pairs.drafter_kinds import drafter_kind
 from utils.repl.repl_session import Verdict
 
 REPEATS = "one two three one two three one two"
@@ -45,6 +47,15 @@ def test_several_kinds_run_side_by_side_and_give_the_targets_text(view: Screen, 
     assert all(row["drafted"] for row in rows[:-1])
     shown = view.take()[0]
     assert all(f"Speculative, {kind}" in shown for kind in KINDS)
+
+
+def test_a_strategy_with_a_drafter_kind_of_its_own_has_that_kinds_costs(view: Screen, pair):
+    """Without them /gamma auto would take its drafts to be free."""
+    session = open_session(view, pair, draft_seconds=lambda job: 0.5)
+    row = replace(STRATEGIES[0], name="cut", kind=drafter_kind("layers:2"), word="layers:2", chooses_kind=False)
+    harness = replace(session.harness, strategies=(*STRATEGIES, row))
+    costs = with_costs(harness, replace(session.settings, costs=None)).costs
+    assert costs is not None and costs.draft_cost("layers:2") > 0 and "ngram" not in dict(costs.draft)
 
 
 def test_a_single_kind_keeps_the_name_of_the_strategy(view: Screen, pair, tmp_path):
