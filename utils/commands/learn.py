@@ -240,7 +240,7 @@ def drafter_race(harness: Harness, settings: Settings) -> RaceDrafters:
 
 def _learn_ngrams(argument: str, context: CommandContext) -> Outcome:
     """Fill an n-gram storage from a file, or from all texts of a folder, until it is full."""
-    path, harness, settings = path_in(argument, "/learn ngram notes"), context.harness, context.settings
+    path, harness, settings = path_in(argument, "/learn ngram notes.txt"), context.harness, context.settings
     storage, tokenizer, read = harness.new_storage(settings), harness.pair.tokenizer, 0
     files = _files_in(path) if path.is_dir() else [path]
     for file in files:
@@ -277,7 +277,7 @@ LEARN = Command(
     about="The target answers your prompts again and again, and the drafter is trained further on these answers, at "
     "low priority and never while a line runs. Then it is raced against the old one on prompts that were kept apart, "
     f"and is used if it is faster. It needs {FEWEST} prompts, of this session or of a FILE, and an EAGLE-3 drafter.",
-    example=("> /learn ngram prompts.jsonl", "1242 n-grams from 1 of 1 file"),
+    example=("> /learn ngram notes.txt", "1242 n-grams from 1 of 1 file"),
     syntax=(
         f"/learn [MINUTES] [FILE]       begin ({DEFAULT_MINUTES:g} minutes), or show how far it is",
         "/learn wait                   wait for it, and race the drafters",

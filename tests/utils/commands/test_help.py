@@ -37,6 +37,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> ReplSession:
     ):
         assert session.handle(line) is Verdict.DONE
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello", "task": "code"}\n')
+    (folder / "notes.txt").write_text("One two three.")
     assert records_of(folder / "runs.jsonl")
     for name in ("a.jsonl", "b.jsonl"):
         (folder / name).write_bytes((folder / "runs.jsonl").read_bytes())
