@@ -6,6 +6,7 @@ rows. It is called like any causal model, without a cache.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sampling import AdaptiveGamma
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.noise import Noise
 from utils.logits_processor import LogitsProcessor, MultinomialProcessor
+from utils.metrics.costs import Costs
 
 PATH = [0, 7, 3, 9, 4, 8, 2, 6, 1, 5]  # tokens for `chain`
 
@@ -80,6 +83,11 @@ def decoding(
     noise: Any = None,
 ) -> Decoding:
     return Decoding(processor or MultinomialProcessor(1.0), max_new, frozenset(ends), noise or Noise(seed))
+
+
+def drafting_gamma(costs: Costs, draft_cost: float, **options: Any) -> AdaptiveGamma:
+    """An adaptive gamma for drafts of this cost."""
+    return AdaptiveGamma(replace(costs, draft=(("toy", draft_cost),)), kind="toy", **options)
 
 
 def joint_probs(model: ToyModel, processor: LogitsProcessor, start: int, length: int) -> dict[tuple[int, ...], float]:

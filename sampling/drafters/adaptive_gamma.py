@@ -55,18 +55,17 @@ class ThroughputEstimate:
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
-    `costs` are those of verify passes. `draft_cost` is the cost of one draft in decode steps; n-grams cost almost
-    nothing. `throughput` is the run's estimate, if several drafters share it; each of them learns only from rounds in
-    which it drafted. `block` is the number of drafts that are computed at once, whose cost does not depend on how many
-    are proposed. `kind` is the drafter kind, if the table has its costs. `max_new` is the maximum number of new tokens;
-    without it, losses are not bounded. `rival` chooses for a drafter that has the round if this one declines: drafts
-    have to be worth more than the rival's are expected to be. A drafter calls `begin` and, in each round, `follow`.
+    `costs` are those of verify passes and, if the table has them, of drafts of this `kind`. `throughput` is the run's
+    estimate, if several drafters share it; each of them learns only from rounds in which it drafted. `block` is the
+    number of drafts that are computed at once, whose cost does not depend on how many are proposed. `max_new` is the
+    maximum number of new tokens; without it, losses are not bounded. `rival` chooses for a drafter that has the round
+    if this one declines: drafts have to be worth more than the rival's are expected to be. A drafter calls `begin` and,
+    in each round, `follow`.
     """
 
     def __init__(
         self,
         costs: Costs,
-        draft_cost: float = 0.0,
         throughput: ThroughputEstimate | None = None,
         *,
         block: int = 1,
@@ -75,7 +74,7 @@ class AdaptiveGamma:
         rival: "AdaptiveGamma | None" = None,
     ) -> None:
         self._rival = rival
-        self._table, self._costs, self._draft_cost, self._block = costs, costs, draft_cost, block
+        self._table, self._costs, self._draft_cost, self._block = costs, costs, costs.draft_cost(kind), block
         self._kind, self._max_new = kind, max_new
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
         self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
@@ -94,8 +93,7 @@ class AdaptiveGamma:
         """Start a round: what follows is decided by the costs at this context length."""
         self._length = len(context) + self._encoded
         self._costs = self._table.at(self._length)
-        if self._kind:
-            self._draft_cost = self._costs.draft_cost(self._kind)
+        self._draft_cost = self._costs.draft_cost(self._kind)
         if self._rival is not None:
             self._rival.follow(context)
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from exact import distance, text_probs
-from toys import decoding, joint_probs, opposed, session, toy
+from toys import decoding, drafting_gamma, joint_probs, opposed, session, toy
 
 from ngram_assisted import LongestMatch, MatchDrafter, SuffixAutomaton
 from sampling import RULES, AdaptiveGamma, ChainDrafter, ModelDrafter, speculative_steps
@@ -34,13 +34,13 @@ def run(make, rule, size, length, noise):
 
 def adaptive(plan, target, kind=ModelDrafter, model=None, gamma=None):
     size = target.config.vocab_size
-    return kind(session(model or toy(2, size)), plan, size, adaptive=gamma or AdaptiveGamma(COSTS, 0.1))
+    return kind(session(model or toy(2, size)), plan, size, adaptive=gamma or drafting_gamma(COSTS, 0.1))
 
 
 def bounded(plan, target):
     """What drafts may lose is bounded, so their number depends on all earlier rounds."""
     size = target.config.vocab_size
-    gamma = AdaptiveGamma(COSTS, 0.1, max_new=100)
+    gamma = drafting_gamma(COSTS, 0.1, max_new=100)
     return ModelDrafter(session(toy(2, size)), plan, size, adaptive=gamma)
 
 
@@ -55,7 +55,7 @@ def suffix_chain(plan, target):
 def rival_chain(plan, target):
     """Each round belongs to the drafter that has gained more in earlier ones."""
     costs = Costs((0.1, 0.15, 0.2, 0.25))
-    rival = AdaptiveGamma(costs, 0.45)
+    rival = drafting_gamma(costs, 0.45)
     first = MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(costs, rival=rival))
     return ChainDrafter(first, adaptive(plan, target, gamma=rival), kinds=("suffix", "model"))
 

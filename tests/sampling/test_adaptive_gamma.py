@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 from tiny import tiny_head, tiny_llama
+from toys import drafting_gamma
 
 from ngram_assisted import MatchDrafter, NGramDrafter, NGramStorage, SuffixAutomaton
 from sampling import (
@@ -52,7 +53,7 @@ def test_the_chosen_number_has_the_highest_value(costs):
 
 @pytest.mark.parametrize("step", [0.0, 0.05, 0.4])
 def test_one_more_draft_is_computed_if_more_drafts_have_a_higher_value(step):
-    adaptive = AdaptiveGamma(EXPENSIVE, step)
+    adaptive = drafting_gamma(EXPENSIVE, step)
     for buckets in product([("confidence", 1), ("confidence", 7)], repeat=3):
         for count in range(4):
             known = list(buckets[:count])
@@ -85,7 +86,7 @@ def test_it_stops_drafting_if_nothing_is_accepted_and_tries_again_later():
 
 
 def test_a_failing_drafter_is_used_rarely_but_repeatedly():
-    adaptive, tries = AdaptiveGamma(Costs((0.1, 0.2)), 0.1), []
+    adaptive, tries = drafting_gamma(Costs((0.1, 0.2)), 0.1), []
     for _ in range(300):
         tries.append(adaptive.continues([]))
         adaptive.learn([("confidence", 4)] if tries[-1] else [], 0)
@@ -135,7 +136,7 @@ def test_costs_are_extrapolated_beyond_the_last_one():
     costs = Costs((0.1, 0.3), (("head", 0.07),))
     assert [round(costs.verify_cost(count), 6) for count in range(5)] == [0, 0.1, 0.3, 0.5, 0.7]
     assert [costs.draft_cost(kind) for kind in ("head", "model", None)] == [0.07, 0.0, 0.0]
-    assert round(AdaptiveGamma(costs, 0.07).cost(2), 6) == 0.44
+    assert round(drafting_gamma(costs, 0.07).cost(2), 6) == 0.44
     assert AdaptiveGamma(Costs()).best(matches(1, 1)) == 2  # nothing was measured
     assert Costs.of([0.12345, -1.0, 1e9], {"head": 0.0712}) == Costs((0.123, 0.0, 1000.0), (("head", 0.071),))
 
@@ -143,8 +144,8 @@ def test_costs_are_extrapolated_beyond_the_last_one():
 class Recorder(AdaptiveGamma):
     """Records what it learns from."""
 
-    def __init__(self, costs, step=0.0):
-        super().__init__(costs, step)
+    def __init__(self, costs, **options):
+        super().__init__(costs, **options)
         self.learned = []
 
     def learn(self, buckets, accepted, computed=0):
@@ -174,7 +175,7 @@ def test_a_model_drafter_learns_from_every_round(rule, kind):
     target, plan, recorder = (
         tiny_llama(vocab_size=8),
         Decoding.of(MultinomialProcessor(1.0), 30, end_ids=None, seed=3),
-        Recorder(Costs((0.02,)), 0.02),
+        Recorder(Costs((0.02,), (("toy", 0.02),)), kind="toy"),
     )
     shares = RULES[rule].shares_noise
     if kind == "model":
@@ -217,7 +218,7 @@ def test_the_same_costs_give_the_same_drafts_and_no_costs_change_the_text(rule, 
     expected = tokens_of(autoregressive_steps([1, 2, 3], ModelSession(target, rewinds=False), plan))
 
     def run(costs):
-        adaptive = AdaptiveGamma(costs, 0.05)
+        adaptive = drafting_gamma(costs, 0.05)
         drafter = ModelDrafter(ModelSession(other), plan, 8, shares_noise=RULES[rule].shares_noise, adaptive=adaptive)
         return list(speculative_steps([1, 2, 3], drafter, ModelSession(target), plan, gamma=8, rule=RULES[rule]))
 
@@ -229,7 +230,7 @@ def test_the_same_costs_give_the_same_drafts_and_no_costs_change_the_text(rule, 
 def test_drafters_of_a_chain_share_the_throughput_estimate():
     """The second is not used if the first drafts. A round in which neither drafts counts once."""
     throughput = ThroughputEstimate()
-    first, second = AdaptiveGamma(CHEAP, 0.0, throughput), AdaptiveGamma(CHEAP, 0.1, throughput)
+    first, second = AdaptiveGamma(CHEAP, throughput), drafting_gamma(CHEAP, 0.1, throughput=throughput)
     first.learn(matches(3, 3), 2)
     alone = ThroughputEstimate()
     alone.add(3, 1.1)
@@ -245,7 +246,7 @@ def test_drafters_of_a_chain_share_the_throughput_estimate():
 
 
 def test_drafts_of_a_chain_are_worth_more_than_those_of_the_other_drafter() -> None:
-    rival, positions = AdaptiveGamma(EXPENSIVE, 0.1), [("position", place) for place in range(8)]
+    rival, positions = drafting_gamma(EXPENSIVE, 0.1), [("position", place) for place in range(8)]
     first, alone = AdaptiveGamma(EXPENSIVE, rival=rival), AdaptiveGamma(EXPENSIVE)
 
     def expected() -> float:

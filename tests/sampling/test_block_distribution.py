@@ -19,9 +19,9 @@ from drafter_checkpoints import HIDDEN, random_tensors, write_checkpoint
 from exact import distance, text_probs
 from samplers import SAMPLERS
 from tiny import tiny_llama
-from toys import ToyModel, decoding, joint_probs, toy
+from toys import ToyModel, decoding, drafting_gamma, joint_probs, toy
 
-from sampling import RULES, AdaptiveGamma, Draft, HeadDrafter, speculative_steps
+from sampling import RULES, Draft, HeadDrafter, speculative_steps
 from sampling.drafters.feature_sessions import BlockSession
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
@@ -82,7 +82,7 @@ def decode(
     length: int = LENGTH,
 ) -> Iterator[Step]:
     plan = decoding(length, processor=processor, noise=noise)
-    gamma = AdaptiveGamma(Costs.of([0.45] * 4, {}), 0.01, block=model.block_size) if adaptive else None
+    gamma = drafting_gamma(Costs.of([0.45] * 4, {}), 0.01, block=model.block_size) if adaptive else None
     drafter = kind(BlockSession(model), plan, SIZE, adaptive=gamma)
     session = ModelSession(TARGET, use_cache=False, features=model.feature_layers)
     return speculative_steps(PROMPT, drafter, session, plan, gamma=3, rule=RULES[rule])

@@ -343,7 +343,7 @@ def test_adaptive_gamma_learns_from_the_drafters_own_drafts_only(kind: str) -> N
     noted = 0
     for seed in range(20):
         plan = replace(plan_of(seed=seed), max_new=30)
-        adaptive = Watched(Costs.of([0.01] * 6, {}), 0.01)
+        adaptive = Watched(Costs.of([0.01] * 6, {"toy": 0.01}), kind="toy")
         drafter: Any = MatchDrafter(LongestMatch(1), adaptive=adaptive)
         if kind == "model":
             drafter = ModelDrafter(session(TARGET), plan, SIZE, adaptive=adaptive)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from samplers import PROCESSORS
 from tiny import tiny_llama
-from toys import decoding
+from toys import decoding, drafting_gamma
 
 from sampling import RULES, AdaptiveGamma, HeadDrafter, autoregressive_steps, speculative_steps
 from sampling.drafters.feature_sessions import feature_session
@@ -118,7 +118,7 @@ def test_rows_behind_forced_tokens_are_computed_in_their_order():
 
 def test_the_cost_of_a_block_does_not_depend_on_the_drafts():
     costs = Costs.of([0.1, 0.2, 0.3, 0.4], {})
-    adaptive = AdaptiveGamma(costs, 0.05, block=BLOCK)
+    adaptive = drafting_gamma(costs, 0.05, block=BLOCK)
     assert adaptive.cost(0) == 0.0
     assert [round(adaptive.cost(count), 6) for count in (1, 2, 3, 4)] == [0.25, 0.35, 0.45, 0.6]
 
@@ -126,7 +126,7 @@ def test_the_cost_of_a_block_does_not_depend_on_the_drafts():
 @pytest.mark.parametrize("rule", ["coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
     plan = decoding(30, processor=PROCESSORS[0], seed=1)
-    adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
+    adaptive = drafting_gamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
     steps, expected, model = run(rule, plan, [2, 7], adaptive)
     assert tokens_of(steps) == expected and len(model.passes) > 3
 
@@ -150,7 +150,7 @@ class Recording(AdaptiveGamma):
 def test_adaptive_gamma_takes_the_drafters_own_confidence(rule):
     """It is that of the token before the draft, not of the draft."""
     target, plan, prompt = tiny_llama(vocab_size=SIZE), decoding(30, processor=PROCESSORS[2], seed=2), [3, 1, 4]
-    model, adaptive = Unsure(target), Recording(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
+    model, adaptive = Unsure(target), Recording(Costs.of([0.05] * 8, {"toy": 0.01}), kind="toy", block=BLOCK)
     shares = RULES[rule].shares_noise
     drafter = HeadDrafter(feature_session(model), plan, SIZE, shares_noise=shares, adaptive=adaptive)
     session = ModelSession(target, features=(1, -1))

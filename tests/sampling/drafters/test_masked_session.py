@@ -10,11 +10,11 @@ from exact import distance, text_probs
 from samplers import PROCESSORS, SAMPLERS
 from tiny import DECODER, tiny_llama, tiny_mamba, tiny_sliding
 from tiny import build as build_model
-from toys import decoding, joint_probs, toy
+from toys import decoding, drafting_gamma, joint_probs, toy
 from toys import session as toy_session
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
-from sampling import RULES, AdaptiveGamma, ModelDrafter, autoregressive_steps, speculative_steps
+from sampling import RULES, ModelDrafter, autoregressive_steps, speculative_steps
 from sampling.drafters.masked import MaskedSession
 from utils.decode.model_session import ModelSession
 from utils.errors import UserError
@@ -101,7 +101,7 @@ def test_each_round_feeds_only_the_new_tokens_and_the_masks():
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", pytest.param("rejection", marks=pytest.mark.full)])
 def test_adaptive_gamma_counts_the_whole_block(rule):
     plan = decoding(30, processor=PROCESSORS[0 if rule == "greedy" else 2], seed=1)
-    adaptive = AdaptiveGamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
+    adaptive = drafting_gamma(Costs.of([0.05] * 8, {}), 0.01, block=BLOCK)
     name = "rejection" if rule == "greedy" else rule
     steps, expected, passes = rounds(drafter_model(), target_model(), name, plan, [2, 7], adaptive=adaptive)
     assert len(passes) >= sum(bool(step.drafted) for step in steps) > 3
@@ -163,7 +163,7 @@ def test_sampled_text_follows_the_targets_distribution(rule, adaptive):
 
     def decode(noise: Any) -> Any:
         plan = decoding(length, processor=SAMPLERS[0], noise=noise)
-        gamma = AdaptiveGamma(Costs.of([0.45] * 4, {}), 0.01, block=2) if adaptive else None
+        gamma = drafting_gamma(Costs.of([0.45] * 4, {}), 0.01, block=2) if adaptive else None
         session = MaskedSession(toy_session(model), 1, 2)
         drafter = ModelDrafter(session, plan, 3, adaptive=gamma, block=2)
         return speculative_steps([1, 2, 0], drafter, toy_session(target), plan, gamma=3, rule=RULES[rule])

@@ -72,7 +72,11 @@ def test_the_text_is_the_targets_own(tmp_path, rule, adaptive):
     tensors = tensors_of(markov=5, confidence=HIDDEN, own=True, vocabulary=8)
     config = speculators_config(kind="dspark", mask_token_id=7, aux_hidden_state_layer_ids=[0, 3, 6])
     drafter = built(write_checkpoint(tmp_path, config, tensors), target, "DSpark")
-    gamma = partial(AdaptiveGamma, Costs.of([0.02] * 8, {}), 0.01, block=BLOCK) if adaptive else lambda: None
+    gamma = (
+        partial(AdaptiveGamma, Costs.of([0.02] * 8, {"toy": 0.01}), kind="toy", block=BLOCK)
+        if adaptive
+        else lambda: None
+    )
     check_texts(target, drafter, rule, gamma)
 
 
