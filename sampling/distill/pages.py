@@ -2,7 +2,7 @@
 
 A conversation begins with the template up to the user's message. The target completes the message, the template ends
 the turn and opens the answer, the target writes the answer, and so on. Template tokens are inserted, not sampled. So
-are documents that the message is about: answers of earlier conversations, and parts of the reference of Python. The
+are documents that the message is about: answers of earlier conversations, and parts of the Python reference. The
 features that a drafter reads are hidden states of the same forward passes; nothing is computed for training only.
 """
 

@@ -309,11 +309,12 @@ def dequantized_model(
     weights = with_quantized(stored, getattr(config, "quantization_config", None))
     if odd := [part for part in weights.values() if isinstance(part, StoredTensor) and is_packed(part)]:
         # On a CPU, transformers reads joined experts without their scales.
-        strange = next((part for part in odd if not part.name.endswith(f".{WEIGHT}")), None)
+        joined = [part for part in odd if not part.name.endswith(f".{WEIGHT}")]
         has_package = method == COMPRESSED_TENSORS and find_spec("compressed_tensors") is not None
-        if has_package or (method == "fp8" and strange is None):
+        if has_package or (method == "fp8" and not joined):
             return None
-        raise unsupported(source.name, (strange or odd[0]).kind, (strange or odd[0]).name)
+        first = (joined or odd)[0]
+        raise unsupported(source.name, first.kind, first.name)
     if not is_known and not any(isinstance(part, QuantizedWeight) for part in weights.values()):
         return None
     if kind != "none":
