@@ -22,12 +22,12 @@ from utils.engine.weight_format import LONG, LONG_BYTES
 from utils.errors import UserError
 
 SHORT = 64  # tokens before the first timed forward pass
-READ = 16  # of these that are computed; the others are copies
+READ = 4  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
 WIDE = 9
 LONG_WIDTHS = (1, WIDE)  # in the longer context: what attention adds grows evenly with the width
 REPEATS, FEWEST = 5, 2
-ENOUGH = 1.5  # seconds after which REPEATS end
+ENOUGH = 1.5  # seconds within which REPEATS must end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
@@ -151,10 +151,12 @@ def width_seconds(
     enough: float = inf,
     report: Report = unreported,
 ) -> dict[int, list[float]]:
-    """Return the seconds of `repeats` forward passes by width, or of the fewest that take `enough` seconds."""
+    """Return the seconds of `repeats` forward passes by width, or of as many as end within `enough` seconds, but at
+    least FEWEST.
+    """
     times: dict[int, list[float]] = {width: [] for width in widths}
     for repeat in range(repeats):
-        if repeat >= FEWEST and sum(map(sum, times.values())) > enough:
+        if repeat >= FEWEST and sum(map(sum, times.values())) * (repeat + 1) / repeat > enough:
             break
         report(f"measuring verify passes: round {repeat + 1} of {repeats}")
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.

@@ -108,6 +108,7 @@ class Trials:
     meter: Meter = field(default_factory=Meter)
     _probes: dict[str, Mapping[int, ForwardProbe]] = field(default_factory=dict)  # by engine and number of layers
     _samples: dict[str, dict[tuple[int, int], list[float]]] = field(default_factory=dict)  # by engine: width, layers
+    _fastest: float = inf  # seconds of a wide pass and a decode step of all engines
 
     def run(self) -> dict[str, EngineFigures]:
         """Measure the engines and return their figures. The model is unchanged, also after an error."""
@@ -118,7 +119,8 @@ class Trials:
         # Read before each pass, because the other layers of a whole model empty the processor's caches.
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
         self._for_each(self._prepare, self.builders)
-        self._for_each(self._choose_threads, self.builders if len(self.thread_counts) > 1 else ())
+        # The plain engine, which may be far slower, is the first one and comes last.
+        self._for_each(self._choose_threads, reversed(self.builders) if len(self.thread_counts) > 1 else ())
         self._measure_widths()
         self._for_each(self._finish, self.builders)
         return self._rows
@@ -158,13 +160,15 @@ class Trials:
                 torch.set_num_threads(count)
                 self.report(f"engine {name}: measuring with {count} thread{'s' if count > 1 else ''}")
                 seconds = self._pass(probe, wide) + min(self._pass(probe, 1) for _ in range(STEPS))
-                if turn:  # the first turn warms up
-                    samples.setdefault(count, []).append(seconds)
-                    fastest = min(fastest, seconds)
-                    if seconds > MORE_THREADS * fastest:
-                        break
-            if turn and self.meter.clock() - start > ENOUGH:
+                samples.setdefault(count, []).append(seconds)
+                fastest = min(fastest, seconds)
+                if seconds > MORE_THREADS * fastest:
+                    break
+            if turn == 0 and fastest <= MAX_SLOWNESS * self._fastest:
+                samples = {}  # the first turn warms up, and is enough for an engine that is far slower than another one
+            elif turn == 0 or self.meter.clock() - start > ENOUGH:
                 break
+        self._fastest = min(self._fastest, *map(min, samples.values()))
         best = fewest_threads({count: min(times) for count, times in samples.items()})
         self._rows[name] = replace(self._rows[name], threads=best)
 
