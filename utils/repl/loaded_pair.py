@@ -54,7 +54,8 @@ class BackgroundTask(Thread):
 
     def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
         super().__init__(daemon=True)  # a thread that hangs must not keep the program alive
-        self._work, self._stopped, self._threads = work, Event(), torch.get_num_threads()
+        self._work, self._threads = work, torch.get_num_threads()
+        self._stopped, self._ended = Event(), Event()
         self._error: BaseException | None = None
         self.is_planned = False
 
@@ -64,6 +65,7 @@ class BackgroundTask(Thread):
             self._work(self._stopped.is_set)
         except BaseException as error:
             self._error = error
+        self._ended.set()
 
     def wait(self) -> None:
         """Wait for the thread, if it was started. Raises the thread's error once."""
@@ -85,8 +87,9 @@ class BackgroundTask(Thread):
         self._join()
 
     def _join(self) -> None:
-        while self.is_alive():
-            self.join(POLL)
+        # Python 3.11 takes a thread for dead after Ctrl-C in join().
+        while self.is_alive() and not self._ended.wait(POLL):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +210,7 @@ class LoadedPair:
             self._first_costs = self.settings.costs
 
     def refresh_costs(self, stopped: Callable[[], bool]) -> None:
-        """Measure stale costs of an earlier start again, because the machine may have been busy.
-
-        Typed costs stay. `stopped` returns True to end early.
-        """
+        """Measure stale costs of an earlier start again, because the machine may have been busy. Typed costs stay."""
         engine, first = self.harness.pair.engine, self._first_costs
         if engine.has_stored_costs and first is not None and self.settings.costs == first and engine.costs_are_stale():
             self._measure_all(stopped)
@@ -265,10 +265,7 @@ class LoadedPair:
 
 
 def load_beside(request: PairRequest, current: LoadedPair, tools: SessionTools) -> LoadedPair:
-    """Load other models, prepare them and warm them up. If anything fails, the current pair stays unchanged.
-
-    Raises UserError if they cannot be loaded or prepared.
-    """
+    """Load, prepare and warm up other models. Raises UserError if that fails, and then the current pair stays."""
     assert tools.load is not None
     renderer, threads = tools.renderer, torch.get_num_threads()
     note, announce = renderer.note, renderer.announce

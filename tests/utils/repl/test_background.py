@@ -1,9 +1,11 @@
 """The warm-up behind the prompt: nothing else touches the models meanwhile, and no measured run pays for it."""
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from threading import Event, current_thread, main_thread
+from threading import Event, Timer, current_thread, main_thread
 from typing import Any
 from unittest import mock
 
@@ -115,7 +117,7 @@ def test_the_end_of_the_session_ends_the_warm_up(view: Screen) -> None:
     warming._stopped.set()
     gate.set()
     session.close()
-    assert not warming.is_alive() and made == ["warm-up behind"], "it ended before the run did"
+    assert warming._ended.is_set() and made == ["warm-up behind"], "it ended before the run did"
 
 
 def test_a_warm_up_that_is_stopped_begins_no_further_run(view: Screen) -> None:
@@ -143,6 +145,20 @@ def test_an_interrupted_first_warm_up_is_done_again() -> None:
     task.finish()
     task.finish()
     assert work.call_count == 2
+
+
+def test_an_interrupted_wait_does_not_end_the_thread() -> None:
+    """Otherwise the next line would use the models beside it."""
+    gate = Event()
+    task = BackgroundTask(lambda stopped: gate.wait() and None)
+    task.start()
+    Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    assert task.is_alive()
+    gate.set()
+    task.wait()
+    task.join()
 
 
 def test_the_thread_has_the_number_of_threads_of_the_engine() -> None:
