@@ -111,10 +111,7 @@ QUANTIZATIONS = ("none", "int8", "int4", "bnb-int8", "nf4")
 
 
 def check_device(name: str) -> str:
-    """`name` itself if it names a device, `auto` included; whether the machine has it is not checked.
-
-    Raises UserError otherwise.
-    """
+    """`name` itself, if it is auto or names a device, which the machine may lack. Raises UserError otherwise."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name, re.ASCII):
         raise UserError(f"'{name}' is not a device; choose auto, cpu, cuda, cuda:N or mps.")
     return name

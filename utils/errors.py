@@ -27,10 +27,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_choice(name: str, choices: tuple[str, ...], what: str) -> str:
-    """`name` itself if it is among the choices.
-
-    Otherwise raises a UserError that lists them and suggests the nearest.
-    """
+    """`name` itself, if it is a choice. Otherwise raises a UserError with the choices and the nearest one."""
     if name in choices:
         return name
     nearest = get_close_matches(name, choices, n=1)

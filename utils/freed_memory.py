@@ -36,9 +36,7 @@ def available_memory() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the memory that the limits of this process's control group, and of those above it, leave. Cached files
-    count as free.
-    """
+    """Yield the memory that the limits of the process's control groups leave. Cached files count as free."""
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             number, kinds, own = line.split(":", 2)

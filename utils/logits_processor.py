@@ -108,10 +108,7 @@ def top_tokens(row: Tensor, count: int) -> list[int]:
 
 
 def top_k_probs(logits: Tensor, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids (..., k) of each row's most likely tokens, most likely first.
-
-    All other tokens have probability 0.
-    """
+    """Probabilities and ids (..., k) of each row's most likely tokens, most likely first."""
     values, ids = stable_topk(logits, min(top_k, logits.shape[-1]))
     return torch.softmax(_scale(values, _check_finite(values[..., :1]), temperature), dim=-1), ids
 
@@ -175,10 +172,7 @@ def _softmax(logits: Tensor, temperature: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GreedyProcessor:
-    """All probability on the highest logit.
-
-    The temperature has no effect; it exists so that processors are interchangeable.
-    """
+    """All probability on the highest logit, at any temperature."""
 
     temperature: float = 1
     name: ClassVar[str] = "greedy"

@@ -5,8 +5,7 @@ turns, to separate differences in speed from noise.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import log
-from statistics import mean
+from statistics import geometric_mean
 from typing import Any
 
 from utils.bounds import WholeRange
@@ -18,9 +17,8 @@ from utils.comparison.arms import Arm
 from utils.comparison.records import Report, ReportEvent, shortened
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
-from utils.errors import UserError, check_choice
+from utils.errors import UserError, check_choice, naming
 from utils.prompts.prompt_files import ALL_TASKS, Prompt, limited, read_prompts
-from utils.servers.address import parse_numbers
 from utils.text import count_of
 
 MAX_REPEATS = 1000
@@ -36,7 +34,8 @@ def _race(argument: str, context: CommandContext) -> Outcome:
     repeats = WholeRange(1, MAX_REPEATS).parse(number) if number else None
     if not file.strip() and limit is None:
         return list(_last_reports(repeats or races.REPEATS, context))
-    most = parse_numbers({} if limit is None else {"limit": limit}, {"limit": (None, WholeRange(1))})["limit"]
+    with naming("limit="):
+        most = None if limit is None else WholeRange(1).parse(limit)
     return list(_file_reports(file.strip(), repeats or 1, most, context))
 
 
@@ -202,7 +201,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
         return [ALL_NOISE if drafting else races.NO_RIVAL]
-    best = max(gaining, key=lambda row: mean(log(max(speed, 1e-9)) for speed in row["tokens_per_second"]))
+    best = max(gaining, key=lambda row: geometric_mean(row["tokens_per_second"]))
     if best["speedup"] is None:
         return [races.NO_TARGET]
     name, claim = _labelled(best), claims.claim_text(best)

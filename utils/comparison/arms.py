@@ -152,21 +152,17 @@ class Run:
 def compare_run(run: Run, runs: Iterable[Run], settings: Settings, *, same_request: bool = True) -> results.Comparison:
     """Compare a run with its baseline's among `runs`.
 
-    Without a finished run of the baseline, the result has only the baseline's name. `same_request` is True if both had
-    the same prompt and noise; if not, only their speeds are compared.
+    Without a finished run of the baseline, the result is empty. `same_request` is True if both had the same prompt and
+    noise; if not, only their speeds are compared.
     """
     other = next((one for one in runs if one.name == run.baseline), None)
-    compared = results.Comparison(baseline=run.baseline)
-    if other is None:
-        return compared
     if other is run:  # before the check for interrupts: an interrupted target still equals itself
-        decoding = None if run.decode_tokens_per_second is None else 1.0
-        return replace(compared, speedup=1.0, same=True, decode_speedup=decoding)
-    if FinishReason.INTERRUPTED in (run.finish, other.finish):
+        return results.Comparison(1.0, same=True, decode_speedup=None if run.decode_tokens_per_second is None else 1.0)
+    compared = results.Comparison()
+    if other is None or FinishReason.INTERRUPTED in (run.finish, other.finish):
         return compared
     if (run.is_local and other.is_local) or not other_machine(run.address, other.address):
-        compared = replace(
-            compared,
+        compared = results.Comparison(
             speedup=_ratio(run.tokens_per_second, other.tokens_per_second),
             decode_speedup=_ratio(run.decode_tokens_per_second, other.decode_tokens_per_second),
         )
@@ -193,9 +189,7 @@ def relation(run: Run, earlier: Sequence[Run]) -> tuple[Run, str]:
     ours, unit = _units(run), results.TOKEN if run.is_local else results.CHARACTER
     # The baseline's text comes first, because the other texts should equal it.
     candidates = sorted(earlier, key=lambda one: one.name != run.baseline)
-    other = next((one for one in candidates if _units(one) == ours), None)
-    if other is None:
-        other = candidates[0] if candidates[0].name == run.baseline else earlier[0]
+    other = next((one for one in candidates if _units(one) == ours), candidates[0])
     theirs, name = _units(other), "" if other is earlier[0] else f" {other.name}"
     as_name = f" as{name}" if name else ""
     place = results.first_difference(ours, theirs)
@@ -325,10 +319,7 @@ class LocalArm:
 
 @dataclass(frozen=True, slots=True)
 class ServerArm:
-    """A server, with the methods of a LocalArm.
-
-    `pair` has the loaded models, or is None; `place` is the server's place in the list of servers.
-    """
+    """A server at a place in the list of servers. `pair` has the loaded models, or is None."""
 
     connection: Connection
     pair: Pair | None = None

@@ -11,16 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ngram_assisted import NGramStorage
-from utils.comparison.arms import (
-    Arm,
-    ComparedRun,
-    LocalArm,
-    Run,
-    ServerArm,
-    compare_run,
-    empty_storage,
-    ids_of,
-)
+from utils.comparison.arms import Arm, ComparedRun, LocalArm, Run, ServerArm, compare_run, empty_storage, ids_of
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.comparison.training import Training
 from utils.config.settings import Settings
@@ -210,10 +201,7 @@ class Harness:
         return last if last is not None and last.is_local else None
 
     def variants(self, settings: Settings, *, enabled: bool = False) -> list[Strategy]:
-        """All strategies, or those that are enabled, with a variant for each drafter kind in the settings.
-
-        Raises UserError for a kind that the pair does not have.
-        """
+        """All or the enabled strategies, with a variant for each drafter kind. Raises UserError for a missing kind."""
         chosen = (strategy for strategy in self.strategies if not enabled or getattr(settings, strategy.toggle))
         return [variant for strategy in chosen for variant in strategy.variants(settings.drafter_kind, self.pair)]
 

@@ -141,9 +141,7 @@ MODEL_FIELDS = {  # record fields and the attributes of a Pair that fill them
 
 
 def run_records(last: LastPrompt, divergences: Mapping[str, Divergence], pair: Any) -> list[dict[str, Any]]:
-    """One record for each run of a prompt. `divergences` are keyed by name, and `pair` has the loaded models, or is
-    None.
-    """
+    """One record for each run of a prompt. `divergences` are by name; `pair` is None without loaded models."""
     shared = circumstances(pair, last.settings)
     return [_run(last, entry, divergences.get(entry.run.name), pair) | shared for entry in last.compared]
 
@@ -175,7 +173,7 @@ def _run(last: LastPrompt, entry: ComparedRun, divergence: Divergence | None, pa
         "accepted_by_span": None
         if run.generation is None or run.drafted is None
         else spans_of(last.jobs[run.name].prompt, run.generation.steps, pair.tokenizer),
-        "baseline": comparison.baseline,
+        "baseline": run.baseline,
         "speedup_vs_baseline": comparison.speedup,
         "decode_speedup_vs_baseline": comparison.decode_speedup,
         "same_as_baseline": comparison.same,
@@ -229,10 +227,7 @@ def report_records(
 
 
 def circumstances(pair: Any, settings: Settings) -> dict[str, Any]:
-    """Everything that a run depends on: seed, settings, models, engine, versions, machine.
-
-    Models and engine are missing if `pair` is None.
-    """
+    """Everything that a run depends on. Models and engine are missing without a pair."""
     state = {
         "models": {name: None if pair is None else getattr(pair, field) for name, field in MODEL_FIELDS.items()},
         "engine": {} if pair is None else pair.engine.figures(),
@@ -273,9 +268,7 @@ def versions() -> dict[str, str]:
 
 
 class RecordFile:
-    """An append-only file of records, which several processes may share. Raises UserError at once if it is not
-    writable.
-    """
+    """An append-only file of records, which several processes may share. Raises UserError if it is not writable."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -176,7 +176,7 @@ def credible_speedup(compared: ComparedRun) -> float | None:
     arm, run, comparison = compared
     if comparison.speedup is None:
         return None
-    is_server = run.drafted and comparison.baseline != TARGET
+    is_server = run.drafted and run.baseline != TARGET
     bounded = arm.strategy.lossless if arm.strategy is not None else is_server
     bound = run.tokens_per_target_forward if bounded else None
     return comparison.speedup if bound is None else min(comparison.speedup, bound)
@@ -291,20 +291,20 @@ def server_summary(prompt: LastPrompt) -> Iterator[str]:
     for entry in finished:
         if entry.run.new_tokens is None:
             yield NOT_COUNTED.format(entry.run.name)
-        if entry.comparison.baseline is not None:
+        if entry.run.baseline is not None:
             yield from _server_sentences(entry, prompt)
         found, others = entry.run.acceptance, entry.run.other_tokens
         if others:
             yield OTHER_REQUESTS.format(entry.run.name, 1, "1 answer", count_of(others, "token"))
         if found is not None and found.note and (found.valid or not others):
             yield f"{entry.run.name}: {found.note}"
-    if len(finished) > 1 and all(entry.comparison.baseline is None for entry in finished):
+    if len(finished) > 1 and all(entry.run.baseline is None for entry in finished):
         yield NO_BASELINE
 
 
 def _server_sentences(entry: ComparedRun, prompt: LastPrompt) -> Iterator[str]:
     _, run, comparison = entry
-    baseline = comparison.baseline or ""
+    baseline = run.baseline or ""
     other = next((one.run for one in prompt.compared if one.run.name == baseline), None)
     if comparison.same is False:
         yield OTHER_TEXT.format(run.name, baseline, run.name.removeprefix(PREFIX))

@@ -168,7 +168,7 @@ class Strategy:
 
     @property
     def is_baseline(self) -> bool:
-        return self.name == "target"
+        return self.name == TARGET
 
     @property
     def lossless(self) -> bool:
@@ -185,10 +185,7 @@ class Strategy:
         return self.lossless and (settings.verify == "coupled" or not self.kind.has_probs or is_greedy(settings))
 
     def variants(self, words: Sequence[str], pair: Pair) -> list["Strategy"]:
-        """A variant for each word of /drafter_kind, or the strategy itself if that setting does not apply.
-
-        Raises UserError for a kind that this pair does not have.
-        """
+        """A variant for each word of /drafter_kind, if that applies. Raises UserError for a kind that is not here."""
         if not self.chooses_kind:
             return [self]
         # The loaded drafter may be listed twice, as "loaded" and by its kind. The first word wins.
@@ -248,7 +245,7 @@ STRATEGIES = (
         kind=NGRAM,
         word=NGRAM.name,
     ),
-    Strategy(name="target", title="Target only", colour="cyan", toggle="target", steps=_target),
+    Strategy(name=TARGET, title="Target only", colour="cyan", toggle="target", steps=_target),
     Strategy(
         name="drafter",
         title="Drafter only",

@@ -39,10 +39,7 @@ class Training:
     def __init__(
         self, home: Path, prompts: Sequence[Prompt], apart: Sequence[Prompt], flags: Mapping[str, Any]
     ) -> None:
-        """Start the training with these flags. Its drafter goes to a new folder in `home`.
-
-        Raises UserError if that cannot be written.
-        """
+        """Start the training. Its drafter goes to a new folder in `home`. Raises UserError if that is not writable."""
         self.apart, self.was_raced, self._began = tuple(apart), False, time.monotonic()
         self._drafter: Path | None = None
         lines = (json.dumps({"prompt": prompt.text}) + "\n" for prompt in prompts)

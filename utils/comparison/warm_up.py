@@ -30,10 +30,7 @@ FEW_IDS = 4  # so few that a short text has matches
 
 
 def with_costs(harness: Harness, settings: Settings) -> Settings:
-    """The settings with the draft costs of all their drafter kinds. Missing costs are measured.
-
-    Raises UserError for a kind that the pair does not have or that cannot draft.
-    """
+    """The settings with the draft costs of all their drafter kinds. Raises UserError for a kind that cannot draft."""
     engine = harness.pair.engine
     known = settings.costs or _verify_costs(engine)
     longer = known.longer or Costs()
@@ -135,10 +132,7 @@ def shortened(settings: Settings) -> Settings:
 
 
 def warm_up(harness: Harness, settings: Settings, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Run every possible strategy for a few tokens, so that no measured run includes a first use.
-
-    `stopped` returns True to end early.
-    """
+    """Run every strategy for a few tokens, so that no measured run is a first use. `stopped` may end it early."""
     settings = replace(settings, length=_within_context(WARM_UP_TOKENS, harness), beams=2)
     job = harness.job(PROMPT, settings)
     for strategy in harness.runnable(settings):

@@ -99,8 +99,7 @@ def number_or(known: ValueType, word: str, value: int | None = None, same: float
 
 def shortest(number: float) -> str:
     """The shortest text that parses to the same number."""
-    # An exponent is avoided because WholeRange does not accept one.
-    return f"{number:g}" if float(f"{number:g}") == number and "e" not in f"{number:g}" else repr(number)
+    return repr(number).removesuffix(".0")
 
 
 def _system_prompt(text: str, current: str | None, limits: Limits) -> str | None:

@@ -172,9 +172,7 @@ def _is_tie(case: DivergenceCase, logits: Tensor, ours: int, theirs: int, *, sla
 
 
 def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]:
-    """The two moves that favour a token over its rival most: adding it to a top-k set or nucleus, or removing the
-    rival.
-    """
+    """The two moves that favour a token most: adding it to a top-k set or nucleus, or removing its rival."""
     moves = []
     # First move: all tokens above lose. Second: all tokens above the rival gain, and it drops out of the set.
     for pivot, up in ((token, -slack), (rival, slack)):
@@ -185,10 +183,7 @@ def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]
 
 
 def _replayed_difference(case: DivergenceCase, ours: int, theirs: int) -> float | None:
-    """The largest difference between the logits of both runs when their forward passes are repeated exactly.
-
-    None if these do not yield the two tokens again.
-    """
+    """The difference of both runs' logits if their passes are repeated, or None if these yield other tokens."""
     # Decode steps are rounds without drafts.
     steps = [Step((), 0, token) for token in case.theirs]
     verified, stepped = _logits_of(case, case.rounds, rewinds=True), _logits_of(case, steps, rewinds=False)

@@ -76,10 +76,7 @@ def speedup_interval(groups: Sequence[Sequence[float]], *, these_prompts: bool =
 
 
 def _means_of_prompts(logs: Sequence[Floats]) -> Floats:
-    """The mean of each resample of the prompts, and of the repeats of each drawn prompt, minus the overall mean.
-
-    The result has RESAMPLES values.
-    """
+    """(RESAMPLES,): the mean of each resample of prompts, and of repeats within them, minus the overall mean."""
     random = np.random.default_rng(SEED)
     counts = np.array([len(group) for group in logs])
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

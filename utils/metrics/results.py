@@ -289,7 +289,6 @@ class Comparison:
     first_difference: int | None = None
     decode_speedup: float | None = None
     unit: str = TOKEN
-    baseline: str | None = None
 
     @property
     def text(self) -> str:

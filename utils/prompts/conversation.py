@@ -83,10 +83,7 @@ def with_reset_hint(error: Exception, turns: Turns) -> Exception:
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end an answer: those of the generation config, the tokenizer and the chat template.
-
-    Raises UserError if the generation config has an end token that is not an id.
-    """
+    """The ids that end an answer: those of the generation config, the tokenizer and the chat template."""
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     if invalid := [token for token in ids if token is not None and type(token) is not int]:

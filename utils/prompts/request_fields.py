@@ -52,10 +52,7 @@ def parse_request(text: str) -> str:
 
 @lru_cache(64)
 def grammar_text(request: str) -> str:
-    """The response format of a request as a grammar in the language of llguidance, or "" for free text.
-
-    Raises UserError for a type or a schema that is not valid or not supported.
-    """
+    """The response format as a grammar of llguidance, or "" for free text. Raises UserError if it is not supported."""
     from llguidance import LLMatcher  # takes a tenth of a second, which --help should not
 
     response = json.loads(request or "{}").get("response_format", {"type": "text"})

@@ -96,11 +96,6 @@ class ReplSession:
         self.harness.state.servers.use(servers)
 
     @property
-    def pair(self) -> Pair:
-        """The loaded models. Raises UserError if no models are loaded."""
-        return self.harness.pair
-
-    @property
     def harness(self) -> Harness:
         return self._loaded.harness
 
@@ -109,10 +104,7 @@ class ReplSession:
         return self._loaded.settings
 
     def introduce(self, seconds: float = 0.0) -> None:
-        """Show what is loaded. The warm-up runs behind the prompt, or else before the first run.
-
-        `seconds` is the duration of the start, for the first screen of an interactive session.
-        """
+        """Show what is loaded, and in how many seconds. The warm-up runs behind the prompt, or before the first run."""
         renderer, pair, warming = self._renderer, self.harness.loaded, self._loaded.warming
         if not self._tools.interactive:
             if pair is not None:
@@ -301,10 +293,7 @@ class ReplSession:
         return next((one for one in (Verdict.FAILED, Verdict.UNDECIDED) if one in ended), Verdict.DONE)
 
     def _answer(self, text: str, settings: Settings) -> Verdict:
-        """Run a prompt. With /turns on, add it to the conversations if every arm finishes it.
-
-        Raises UserError for a prompt that the target cannot take.
-        """
+        """Run a prompt, and keep the turn if every arm finishes it. Raises UserError for a prompt that is refused."""
         # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
         text = encodable(text)
         # Before the storage is emptied, so that a refused prompt changes nothing.

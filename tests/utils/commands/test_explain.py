@@ -48,7 +48,7 @@ def test_texts_are_shown_with_their_first_difference(ran: ReplSession, view: Scr
     drafter, position = compared["drafter"][0], compared["drafter"][1].first_difference
     assert position is not None and f"differs from token {position + 1}" in shown
     shared, whole = (
-        visible(decode(ran.pair.tokenizer, tokens)) for tokens in (drafter.tokens[:position], drafter.tokens)
+        visible(decode(ran.harness.pair.tokenizer, tokens)) for tokens in (drafter.tokens[:position], drafter.tokens)
     )
     assert f"»{whole[len(shared) :]}".split()[0] in shown
 

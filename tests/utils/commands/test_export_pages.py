@@ -75,7 +75,7 @@ def test_results_do_not_keep_models_that_were_replaced(view: Screen) -> None:
     session = open_session(view, load=lambda request, report: tiny_pair())
     for line in ("/length 4", "Hello", "/race 1", "/whatif", "/why"):
         assert session.handle(line) is Verdict.DONE, view.take()
-    old = [weakref.ref(session.pair.target), weakref.ref(session.pair.drafter)]
+    old = [weakref.ref(session.harness.pair.target), weakref.ref(session.harness.pair.drafter)]
     assert session.handle("/load target=other") is Verdict.DONE
     gc.collect()
     assert [model() for model in old] == [None, None]

@@ -347,7 +347,7 @@ def test_ngrams_are_learned_from_a_folder(view: Screen, tmp_path: Path) -> None:
     (notes / "d.bin").write_bytes(b"\xff\xfe\x00")
     assert session.handle(f"/learn ngram {notes}") is Verdict.DONE
     assert "from 2 of 3 files; /ngram keep was turned on" in view.take()[1]
-    storage, tokenizer = session.harness.state.storage, session.pair.tokenizer
+    storage, tokenizer = session.harness.state.storage, session.harness.pair.tokenizer
     expected = session.harness.new_storage(session.settings)
     for text in ("one two three", "print(1)"):
         expected.initialize(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -20,7 +20,7 @@ from utils.repl.repl_session import ReplSession
 @pytest.fixture
 def session(view: Screen) -> ReplSession:
     opened = open_session(view)
-    opened.pair.engine.has_stored_costs = True
+    opened.harness.pair.engine.has_stored_costs = True
     return opened
 
 
@@ -53,10 +53,10 @@ def test_costs_that_are_off_by_a_third_are_measured_again(
     monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
     before = session.settings
     session._loaded.refresh_costs(lambda: False)
-    assert session.pair.engine.step_seconds == (2e-3 if again else 1e-3)
+    assert session.harness.pair.engine.step_seconds == (2e-3 if again else 1e-3)
     assert session.settings.costs is not None and (session.settings.costs.verify == (0.5, 0.6)) is again
     assert replace(session.settings, costs=before.costs) == before
-    assert session.pair.engine.has_stored_costs is not again
+    assert session.harness.pair.engine.has_stored_costs is not again
 
 
 def test_typed_costs_and_those_of_this_start_are_left_alone(
@@ -67,7 +67,7 @@ def test_typed_costs_and_those_of_this_start_are_left_alone(
     loaded = session._loaded
     loaded.settings = replace(loaded.settings, costs=Costs.of((0.9,), {}))
     loaded.refresh_costs(lambda: False)
-    session.pair.engine.has_stored_costs = False
+    session.harness.pair.engine.has_stored_costs = False
     loaded.refresh_costs(lambda: False)
     assert not check.called and session.settings.costs == Costs.of((0.9,), {})
 
@@ -82,25 +82,25 @@ def test_the_end_of_the_program_does_not_wait_for_a_measurement(
         raise AssertionError("it went on")
 
     monkeypatch.setattr(engine, "verify_costs", measure)
-    report, before = session.pair.engine.report, session.settings
+    report, before = session.harness.pair.engine.report, session.settings
     session._loaded.refresh_costs(lambda: True)
-    assert session.pair.engine.report == report and session.settings == before
+    assert session.harness.pair.engine.report == report and session.settings == before
 
 
 def test_the_warm_up_does_it(view: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     session = open_session(view)
-    session.pair.engine.has_stored_costs = True
+    session.harness.pair.engine.has_stored_costs = True
     monkeypatch.setattr(engine, "times_have_changed", lambda *arguments: True)
     monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
     session._loaded.warming.start()
     session._loaded.warming.wait()
-    assert session.pair.engine.step_seconds == 2e-3
+    assert session.harness.pair.engine.step_seconds == 2e-3
 
 
 def test_an_interactive_start_measures_costs_behind_the_prompt(
     session: ReplSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, own = list[bool](), session.pair.engine
+    measured, own = list[bool](), session.harness.pair.engine
     monkeypatch.setattr(engine, "verify_costs", lambda *arguments, **options: (2e-3, (0.5, 0.6)))
 
     def start(harness: Harness, settings: Settings, *, anew: bool = False) -> None:
@@ -110,7 +110,7 @@ def test_an_interactive_start_measures_costs_behind_the_prompt(
     monkeypatch.setattr(Harness, "start_engine", start)
     typed = Costs.of((0.9,), {})
     for defers, costs in ((False, None), (True, typed), (True, None)):
-        loaded = LoadedPair(session.pair, session._tools, Settings(costs=costs), defers_costs=defers)
+        loaded = LoadedPair(session.harness.pair, session._tools, Settings(costs=costs), defers_costs=defers)
     assert measured == [True, True, False] and loaded.settings.costs is None and not own.defers_costs
     loaded.measure_costs(lambda: False)
     assert loaded.settings.costs is not None and loaded.settings.costs.verify == (0.5, 0.6)

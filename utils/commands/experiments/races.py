@@ -101,10 +101,7 @@ class RaceItem:
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """All turns of an item by one arm in one repeat, which counts from 0, and those of its baseline.
-
-    `theirs` is empty without the baseline's answers, and then there are no comparisons.
-    """
+    """All turns of an item by one arm in one repeat, from 0, and those of its baseline, or none without its answers."""
 
     item: RaceItem
     repeat: int

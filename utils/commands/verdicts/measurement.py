@@ -67,10 +67,7 @@ class PromptPlan:
 
 
 def plan_prompts(argument: str, typed: Sequence[str]) -> PromptPlan:
-    """The prompts of the argument, otherwise the typed ones, otherwise the built-in ones.
-
-    Raises UserError for a file that cannot be read or has no prompts.
-    """
+    """The prompts of the argument, else the typed ones, else the built-in ones. Raises UserError for a bad file."""
     if argument == BUILT_IN or not (argument or typed):
         tuning = tuple(read_prompts(FOLDER / "tuning.jsonl"))
         return PromptPlan("built-in prompts", tasks_in_turn(read_prompts(FOLDER / "prompts.jsonl")), tuning)
@@ -100,10 +97,7 @@ def started_clock() -> Clock:
 
 
 def run_seconds(prompts: int) -> float:
-    """How long a run by the target alone may take.
-
-    Fewer prompts may run longer: short runs miss the end of an answer, where acceptance may be lower.
-    """
+    """The longest run by the target alone. With fewer prompts it is longer: short runs miss the end of an answer."""
     return max(RUN_SECONDS, (TOTAL_SECONDS - 1.5 * SELECTION_SECONDS) / (2 * WANTED_PASSES * prompts))
 
 
@@ -168,10 +162,7 @@ class Measurement:
         return not self.divided and min(counts.values(), default=0) > 1
 
     def run(self) -> Iterator[ReportEvent]:
-        """Run passes until the interval is narrow or the time is over. At least one pass is complete.
-
-        Raises UserError if nothing can be measured.
-        """
+        """Run passes until the interval is narrow or the time is over. Raises UserError if nothing can be measured."""
         began, ended = self.clock(), False
         for passed in range(MOST_PASSES):
             for place, item in enumerate(self.running):

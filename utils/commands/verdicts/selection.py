@@ -45,7 +45,7 @@ from utils.pairs.pair import Pair
 from utils.pairs.request import CHAIN, HEAD, LAYERS, LOADED, MODEL, MTP
 from utils.prompts.prompt_files import ALL_TASKS, Prompt
 from utils.servers.processes.flags import Speculation, settings_elsewhere
-from utils.text import encodable, first_of
+from utils.text import first_of
 
 PROBE_TOKENS, SERVER_PROBE_TOKENS, TUNING_TOKENS = 8, 16, 48
 REPLAY_SHARE = 0.6  # share of the selection time after which no further prompt is replayed
@@ -78,9 +78,7 @@ def kind_name(strategy: Strategy, pair: Pair) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerdictCandidate:
-    """A strategy with a draft length, where None is adaptive. `predicted` is its speed-up in the replay of the tuning
-    prompts.
-    """
+    """A strategy with a draft length, where None is adaptive, and its predicted speed-up on the tuning prompts."""
 
     strategy: Strategy
     gamma: int | None
@@ -197,7 +195,6 @@ class DrafterSelection:
     def _usable(self, prompts: Sequence[Prompt]) -> dict[int, Prompt]:
         usable: dict[int, Prompt] = {}
         for number, prompt in enumerate(prompts, start=1):
-            prompt = replace(prompt, text=encodable(prompt.text))
             try:
                 check_prompt(self.harness, prompt, self.settings)
                 usable[number] = prompt
@@ -224,9 +221,7 @@ class DrafterSelection:
         return f"{candidate.strategy.drafter_label(self.harness.pair)}, gamma {gamma_text(candidate.gamma)}"
 
     def _warm_up(self) -> float:
-        """Run everything once, which also shows what cannot run, and choose the length of the runs. Returns the seconds
-        of a decode step.
-        """
+        """Run everything once, to see what can run, and choose the length of runs. Returns the seconds of a step."""
         self._find_strategies()
         prompt, probe = self.prompts[0], min(self.settings.length, PROBE_TOKENS)
         for strategy in list(self.strategies):
