@@ -16,7 +16,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.features import FeatureReader
 from utils.decode.model_session import ModelSession
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
+from utils.drafter_formats.eagle3 import Eagle3, layer_config
 from utils.drafter_formats.target_parts import DraftHead, share_parts
 from utils.logits_processor import MultinomialProcessor
 from utils.metrics.results import tokens_of
@@ -78,7 +78,7 @@ def new_drafter(target: Any) -> Eagle3:
     empty = DrafterCheckpoint("drafter", {}, {"layers.0.x": ()})
     config = layer_config(layer_keys(), empty, head_norms=False)
     config.vocab_size = SIZE
-    drafter = Eagle3(config, RIGHT, Parts(LAYERS, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False))
+    drafter = Eagle3(config, RIGHT, target)
     head = DraftHead(nn.Linear(HIDDEN, SIZE, bias=False), None, SIZE)
     share_parts(drafter, target.get_input_embeddings(), head, target)
     return drafter

@@ -27,7 +27,7 @@ from utils.commands.servers import server_doctor
 from utils.commands.servers.server_doctor import ServerText, _drafts_a_round
 from utils.decode.features import FeatureReader
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.eagle3 import Eagle3, Parts, layer_config
+from utils.drafter_formats.eagle3 import Eagle3, layer_config
 from utils.drafter_formats.target_parts import DraftHead, share_parts
 from utils.models.feature_drafter import Conventions
 from utils.repl.repl_session import Verdict
@@ -103,8 +103,7 @@ def eagle_pair() -> TinyPair:
         torch.manual_seed(0)
         config = layer_config(layer_keys(), DrafterCheckpoint("drafter", {}, {"layers.0.x": ()}), head_norms=False)
         config.vocab_size = VOCABULARY
-        parts = Parts(4, HIDDEN, fc_norm=False, norm_before_fc=False, head_norms=False)
-        drafter = Eagle3(config, RIGHT, parts)
+        drafter = Eagle3(config, RIGHT, pair.target)
         head = DraftHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), None, VOCABULARY)
         share_parts(drafter, pair.target.get_input_embeddings(), head, pair.target)
         drafter.requires_grad_(True)

@@ -11,7 +11,8 @@ place of its own in the pass, with the mask token instead of the token before it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDraf
 RENAMED = {"midlayer.": "layers.0."} | {
     f"aux_norm_{place}.": f"fc_norm.{index}." for index, place in enumerate(("low", "mid", "high"))
 }
-JOINED = "hidden_norm"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
+JOINED = ".hidden_norm.weight"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_STATE = "mask_hidden"
 MASK_TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names in configs
@@ -60,16 +61,28 @@ class Eagle3(StepwiseDrafter):
     lm_head: nn.Module
     compiled: CompiledEntries | None = None  # of an engine
 
-    def __init__(self, config: Any, conventions: Conventions, parts: Parts) -> None:
+    def __init__(
+        self,
+        config: Any,
+        conventions: Conventions,
+        target: PreTrainedModel,
+        *,
+        fc_norm: bool = False,
+        norm_before_fc: bool = False,
+        head_norms: bool = False,
+        windows: Sequence[int | None] = (),
+        joining: int = 1,
+    ) -> None:
+        """`windows` are as in `decoder_layers`. The first `joining` layers read the embedding beside the state."""
         super().__init__()
-        self.config, self.conventions, self.target_layers = config, conventions, parts.target_layers
+        self.config, self.conventions, self.target_layers = config, conventions, layer_count(target)
+        self.doubtful = ("norm_output", "norm_before_residual")
         hidden, eps, count = config.hidden_size, config.rms_norm_eps, len(conventions.feature_layers)
-        total = count * parts.feature_size
-        self.input_norm = LlamaRMSNorm(total, eps) if parts.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(parts.feature_size, eps) for _ in range(count * parts.fc_norm))
-        self.fc = nn.Linear(total, hidden, bias=False)
-        self.layers, self.joining = decoder_layers(config, parts.windows, head_norms=parts.head_norms), parts.joining
-        self.doubtful = ("norm_output", "norm_before_residual", *parts.doubtful)
+        size = int(target.config.get_text_config(decoder=True).hidden_size)
+        self.input_norm = LlamaRMSNorm(count * size, eps) if norm_before_fc else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, eps) for _ in range(count * fc_norm))
+        self.fc = nn.Linear(count * size, hidden, bias=False)
+        self.layers, self.joining = decoder_layers(config, windows, head_norms=head_norms), joining
         for layer in cast(Any, self.layers[: self.joining]):
             for name in ("q_proj", "k_proj", "v_proj"):
                 size = getattr(layer.self_attn, name).out_features
@@ -116,7 +129,8 @@ class Eagle3(StepwiseDrafter):
             residual = normed if self.conventions.norm_before_residual else states
             joined = torch.cat([layer.input_layernorm(embedded.to(states.dtype)), normed], dim=-1)
             states = residual + layer.self_attn(joined, **arguments)[0]
-            states = states + layer.mlp(layer.post_attention_layernorm(states))
+            if layer.mlp is not None:
+                states = states + layer.mlp(layer.post_attention_layernorm(states))
         for layer in self.layers[self.joining :]:
             if keeps_last and layer is self.layers[-1]:
                 self._cache_keys(layer, states[:, :-1], positions[:, :-1], cache)
@@ -160,9 +174,6 @@ class Eagle3(StepwiseDrafter):
         inputs, mixtures, attending = [], [], []
         for index, layer in enumerate(layers):
             is_mixture = isinstance(layer.self_attn, OwnPosition)
-            # A layer without attention or without an MLP has neither.
-            if is_mixture != isinstance(layer.mlp, NoChange) or (is_mixture and index >= self.joining):
-                return None
             norms = (_norm(layer.input_layernorm), _norm(layer.hidden_norm)) if index < self.joining else None
             inputs.append(None if norms is None else JoinedInput(*norms, self.conventions.norm_before_residual))
             mixtures.append(Linear(f"layers.{index}.self_attn.linear", NOTHING) if is_mixture else None)
@@ -229,50 +240,38 @@ class OwnPosition(nn.Module):
 
     def __init__(self, attends: Any) -> None:
         super().__init__()
-        output, value = attends.o_proj, attends.v_proj
-        parts = [value.weight] if value.bias is None else [value.weight, value.bias[:, None]]
-        own = torch.cat(parts, dim=1).unflatten(0, (-1, attends.head_dim))  # (groups, D, inputs and bias)
-        own = own.repeat_interleave(attends.num_key_value_groups, 0).flatten(0, 1)
-        own = (output.weight.float() @ own.float()).to(own.dtype)
-        columns, bias = value.in_features, output.bias
-        bias = own[:, columns] + (0 if bias is None else bias) if own.shape[1] > columns else bias
-        self.linear = nn.Linear(columns, len(own), bias=False, device="meta")
-        self.linear.weight = nn.Parameter(own[:, :columns].contiguous(), requires_grad=False)
-        if bias is not None:
-            self.linear.bias = nn.Parameter(bias, requires_grad=False)
+        output, values = attends.o_proj.weight, attends.v_proj.weight.unflatten(0, (-1, attends.head_dim))
+        values = values.repeat_interleave(attends.num_key_value_groups, 0).flatten(0, 1)
+        own = (output.float() @ values.float()).to(values.dtype)
+        self.linear = nn.Linear(own.shape[1], len(own), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(own, requires_grad=False)
 
     def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
         return self.linear(hidden_states), None
 
 
-class NoChange(nn.Module):
-    """An MLP whose last matrix is zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
 @torch.no_grad()
 def leave_out_idle_parts(drafter: Eagle3) -> None:
-    """Replace attention to one position, MLPs that are zero, and equal heads by less that has the same output."""
+    """Replace layers that read their own position and have an MLP of zeros, and equal heads, by less with the same
+    output. Drafters with biases have none of these.
+    """
+    if any(name.endswith(".bias") for name in drafter.state_dict()):
+        return
     attending = 0
-    for layer in cast(Any, drafter.layers):
-        if layer.self_attn.sliding_window == 1:
-            layer.self_attn = OwnPosition(layer.self_attn)  # it needs no cache
+    for index, layer in enumerate(cast(Any, drafter.layers)):
+        reads_own = index < drafter.joining and layer.self_attn.sliding_window == 1
+        if reads_own and not layer.mlp.down_proj.weight.any():
+            layer.self_attn, layer.mlp = OwnPosition(layer.self_attn), None  # it needs no cache
         else:
             layer.self_attn.layer_idx = attending
             attending += 1
             _share_equal_heads(layer.self_attn)
-        if layer.mlp.down_proj.bias is None and not layer.mlp.down_proj.weight.any():
-            layer.mlp = NoChange()
     drafter.config.num_hidden_layers = attending
 
 
 def _share_equal_heads(attends: Any) -> None:
     """Keep one of neighbouring heads of keys and values that are equal."""
     parts = [attends.k_proj, attends.v_proj]
-    if any(part.bias is not None for part in parts):
-        return
     heads = [part.weight.unflatten(0, (-1, attends.head_dim)) for part in parts]  # (groups, D, inputs)
     count = len(heads[0])
     for size in range(count, 1, -1):
@@ -282,26 +281,6 @@ def _share_equal_heads(attends: Any) -> None:
                 part.out_features = len(part.weight)
             attends.num_key_value_groups *= size
             return
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Which optional tensors a checkpoint has.
-
-    `target_layers` is the number of the target's layers, and `feature_size` the size of its hidden states. `windows`
-    are the numbers of positions that each layer attends to, None for all; empty if all layers attend to all. `joining`
-    is the number of layers, from the first on, that read the embedding beside the state. `doubtful` names conventions
-    in which programs differ.
-    """
-
-    target_layers: int
-    feature_size: int
-    fc_norm: bool
-    norm_before_fc: bool
-    head_norms: bool
-    windows: tuple[int | None, ...] = ()
-    joining: int = 1
-    doubtful: tuple[str, ...] = ()
 
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
@@ -315,11 +294,25 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     window = check_target_file(checkpoint, target)
     checkpoint = checkpoint.renamed(RENAMED)
-    parts = _parts(checkpoint, target, window)
-    config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=parts.head_norms)
+    head_norms = checkpoint.has("layers.0.self_attn.q_norm.weight")
+    config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=head_norms)
     config.vocab_size = vocabulary_size(target)
     with torch.device("meta"):  # random weights would take time and memory
-        drafter = Eagle3(config, conventions(checkpoint, target), parts)
+        drafter = Eagle3(
+            config,
+            conventions(checkpoint, target),
+            target,
+            fc_norm=checkpoint.has("fc_norm.0.weight"),
+            norm_before_fc=checkpoint.has("input_norm.weight"),
+            head_norms=head_norms,
+            windows=[size or window for size in sliding_sizes(checkpoint)],  # `window`: of layers with full attention
+            joining=max(1, sum(name.endswith(JOINED) for name in checkpoint.stored)),
+        )
+    # To SpecForge 0.2, `norm_output` false means that the output head reads states before the final norm. In SGLang it
+    # is about the states that are fed back.
+    if checkpoint.config.get("norm_output") is False and "speculators_model_type" not in checkpoint.config:
+        drafter.doubtful += ("norm_before_head",)
+    drafter.is_ambiguous = is_ambiguous(checkpoint)
     load_exactly(drafter, checkpoint, besides=("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"))
     leave_out_idle_parts(drafter)
     embedding = load_embedding(checkpoint, target, config.hidden_size)
@@ -356,24 +349,6 @@ def load_exactly(module: nn.Module, checkpoint: DrafterCheckpoint, *, besides: t
 def _kind(name: str) -> str:
     """The name of a tensor without the numbers of its layer and head."""
     return re.sub(r"\b\d+\b", "*", name)
-
-
-def _parts(checkpoint: DrafterCheckpoint, target: PreTrainedModel, window: int | None) -> Parts:
-    """`window` is that of layers with full attention."""
-    count, config = checkpoint.layer_count(), checkpoint.config
-    # To SpecForge 0.2, `norm_output` false means that the output head reads states before the final norm. In SGLang it
-    # is about the states that are fed back.
-    head_norm_doubtful = config.get("norm_output") is False and "speculators_model_type" not in config
-    return Parts(
-        layer_count(target),
-        int(target.config.get_text_config(decoder=True).hidden_size),
-        fc_norm=checkpoint.has("fc_norm.0.weight"),
-        norm_before_fc=checkpoint.has("input_norm.weight"),
-        head_norms=checkpoint.has("layers.0.self_attn.q_norm.weight"),
-        windows=tuple(size or window for size in sliding_sizes(checkpoint)),
-        joining=max(1, sum(checkpoint.has(f"layers.{index}.{JOINED}.weight") for index in range(count))),
-        doubtful=("norm_before_head",) if head_norm_doubtful else (),
-    )
 
 
 def conventions(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Conventions:
@@ -425,7 +400,7 @@ class PEagle(BlockDrafter):
         self.network, self.mask_token, self.block_size = network, mask[1], block_size
         self.register_buffer("mask_hidden", mask[0].to(network.device, network.dtype))
         self.config, self.device, self.dtype = network.config, network.device, network.dtype
-        self.target_layers = network.target_layers
+        self.target_layers, self.is_ambiguous = network.target_layers, network.is_ambiguous
         # No state is fed back, so where it would be taken from makes no difference.
         self.doubtful = tuple(flag for flag in network.doubtful if flag != "norm_output")
 

@@ -15,10 +15,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from utils.decode.features import final_norm, layer_count
+from utils.decode.features import final_norm
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import CONFIG, WEIGHTS
-from utils.drafter_formats.eagle3 import LAYER_IDS, Eagle3, NoChange, OwnPosition, Parts
+from utils.drafter_formats.eagle3 import LAYER_IDS, Eagle3, OwnPosition
 from utils.drafter_formats.layer_config import FULL, LAYER_KEYS, SLIDING
 from utils.drafter_formats.target_parts import write_target_file
 from utils.engine import attention
@@ -59,9 +59,7 @@ def new_eagle3(target: PreTrainedModel, layers: tuple[int, ...]) -> Eagle3:
 
     It reads the hidden states `layers`. Each has a norm of its own (`fc_norm`), because they differ in scale.
     """
-    config = layer_like(target)
-    parts = Parts(layer_count(target), config.hidden_size, fc_norm=True, norm_before_fc=False, head_norms=False)
-    drafter = Eagle3(config, Conventions(layers), parts)
+    drafter = Eagle3(layer_like(target), Conventions(layers), target, fc_norm=True)
     initialise(drafter)
     _read_features_as(target, drafter)
     return drafter
@@ -171,14 +169,13 @@ def _weights(drafter: Eagle3) -> dict[str, Tensor]:
             weights[f"{name}.self_attn.o_proj.weight"] = torch.eye(hidden)
             for part in ("q_proj", "k_proj"):
                 weights[f"{name}.self_attn.{part}.weight"] = torch.zeros(hidden, 2 * hidden)
+            shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+            weights |= {f"{name}.mlp.{part}.weight": torch.zeros(shape) for part, shape in shapes.items()}
         else:
             for part in (f"{name}.self_attn.{part}.weight" for part in ("k_proj", "v_proj")):
                 heads = weights[part].unflatten(0, (-1, size))
                 copies = config.num_key_value_heads // len(heads)
                 weights[part] = heads.repeat_interleave(copies, 0).flatten(0, 1)
-        if isinstance(layer.mlp, NoChange):
-            shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-            weights |= {f"{name}.mlp.{part}.weight": torch.zeros(shape) for part, shape in shapes.items()}
     return weights
 
 
@@ -186,9 +183,7 @@ def can_be_stored(drafter: Eagle3) -> bool:
     """Whether a loaded drafter can be written again: attention to one position stores any matrix in its values."""
     config = drafter.config
     sizes = {config.hidden_size, *(config.head_dim * getattr(config, f"num_{kind}_heads") for kind in HEAD_KINDS)}
-    attends = [layer.self_attn for layer in cast(Any, drafter.layers)]
-    own = [part for part in attends if isinstance(part, OwnPosition)]
-    return not own or (len(sizes) == 1 and all(part.linear.bias is None for part in own))
+    return len(sizes) == 1 or not any(isinstance(layer.self_attn, OwnPosition) for layer in cast(Any, drafter.layers))
 
 
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import is_dflash, is_dflash2, is_dspark_drafter, load_dflash
-from utils.drafter_formats.eagle3 import is_ambiguous, is_eagle3, is_peagle, load_eagle3, load_peagle
+from utils.drafter_formats.eagle3 import is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.errors import UserError
 from utils.models.feature_drafter import FeatureDrafter
@@ -20,22 +20,17 @@ ASSISTANT = "_assistant"  # ends the model types of drafters with a class in tra
 
 @dataclass(frozen=True, slots=True)
 class DrafterFormat:
-    """A row of the table.
-
-    `recognises` returns whether a checkpoint has this format, and `load` builds the drafter of a target. `is_ambiguous`
-    returns whether programs disagree about how to read this checkpoint.
-    """
+    """A row of the table. `recognises` returns whether a checkpoint has this format, and `load` builds the drafter."""
 
     name: str
     recognises: Callable[[DrafterCheckpoint], bool]
     load: Callable[[DrafterCheckpoint, PreTrainedModel], FeatureDrafter]
-    is_ambiguous: Callable[[DrafterCheckpoint], bool] = lambda checkpoint: False
 
 
 # The first row that applies is used, so the specific ones come first.
 FORMATS = (
-    DrafterFormat("P-EAGLE", is_peagle, load_peagle, is_ambiguous),
-    DrafterFormat("EAGLE-3", is_eagle3, load_eagle3, is_ambiguous),
+    DrafterFormat("P-EAGLE", is_peagle, load_peagle),
+    DrafterFormat("EAGLE-3", is_eagle3, load_eagle3),
     DrafterFormat("DFlash2", is_dflash2, load_dflash),
     DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),

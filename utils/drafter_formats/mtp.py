@@ -49,6 +49,7 @@ class Mtp(StepwiseDrafter):
     embed_tokens: nn.Module
     lm_head: nn.Module
     rotary: nn.Module
+    is_ambiguous = True  # programs feed the target's state before or after its final norm
 
     def __init__(self, config: Any, target: PreTrainedModel) -> None:
         super().__init__()

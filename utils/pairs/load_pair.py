@@ -53,8 +53,7 @@ from utils.pairs.request import (
 from utils.prompts.conversation import end_ids, unknown_ids
 from utils.text import first_of
 
-# In the target's files, so not in the table. Programs feed the target's state before or after its final norm.
-MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp, lambda checkpoint: True)
+MTP_FORMAT = DrafterFormat("MTP", lambda checkpoint: False, load_mtp)  # in the target's files, so not in the table
 SHARED = "A drafter of the kind {} has the number format of the target"
 
 
@@ -278,7 +277,7 @@ def _load_published(
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name), quiet():
         drafter = known.load(replace(checkpoint, dtype=target.model.dtype), target.model)
-    drafter.name_or_path, drafter.is_ambiguous = checkpoint.name, known.is_ambiguous(checkpoint)
+    drafter.name_or_path = checkpoint.name
     name = f"head of {target.name}" if kind == HEAD else f"{checkpoint.name} ({known.name})"
     return LoadedDrafter(drafter, name, kind)
 

@@ -82,7 +82,7 @@ def test_all_layers_of_deepspec_read_the_embedding(tmp_path):
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_parts_without_effect_are_left_out(tmp_path, monkeypatch, head_norms, biased):
-    """Attention to one position in either kind of layer, an MLP that is zero, and equal heads of keys and values."""
+    """A first layer that reads its own position and has an MLP of zeros, and equal heads of keys and values."""
     target, tensors = target_model(), eagle3_tensors({}, layers=3, head_norms=head_norms)
     tensors["layers.0.mlp.down_proj.weight"].zero_()
     for name in ("k_proj", "v_proj"):
@@ -97,7 +97,7 @@ def test_parts_without_effect_are_left_out(tmp_path, monkeypatch, head_norms, bi
         if whole:
             monkeypatch.setattr(eagle3, "leave_out_idle_parts", lambda drafter: None)
         drafter = loaded(folder, target, "EAGLE-3")
-        assert isinstance(drafter.layers[0].self_attn, eagle3.OwnPosition) is not whole
+        assert isinstance(drafter.layers[0].self_attn, eagle3.OwnPosition) is not (whole or biased)
         assert drafter.layers[1].self_attn.k_proj.out_features == (GROUPS if whole or biased else 1) * SIZE
         found.append(torch.cat([logits for _, _, logits in draft_rounds(drafter, features, 3)]))
     assert torch.allclose(*found, atol=1e-4) and found[0].isfinite().any()

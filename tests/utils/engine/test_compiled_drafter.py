@@ -41,6 +41,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool, bool]] = {
     "fed back after the norm": ({"norm_output": True}, {}, 1, False, False),
     "two layers, head norms, gelu": ({}, {"hidden_act": "gelu"} | SLIDING, 2, True, False),
     "biases": ({}, SLIDING, 2, False, True),
+    "a window of one position": ({}, dict(MIXED), 2, False, False),
     "a layer that mixes": ({"norm_before_residual": True}, MIXED, 2, False, False),
 }
 
@@ -141,19 +142,14 @@ def test_a_program_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_no_program_computes_runs_in_modules(tmp_path: Path) -> None:
-    """Frequencies that depend on the length, and a mixing layer with an MLP."""
+    """Frequencies that depend on the length."""
     target = tiny_llama(num_hidden_layers=6)
-    for number, change in enumerate(
-        (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            {"layer_types": ["sliding_attention"], "sliding_window": 1},
-        )
-    ):
-        config = speculators_config({}, transformer_layer_config=layer_keys(**change))
-        drafter = loaded(write_checkpoint(tmp_path / str(number), config, eagle3_tensors({})), target, "EAGLE-3")
-        assert drafter.draft_spec() is None
-        Engine([target], helpers=[drafter]).use("invariant", 1)
-        assert drafter.compiled is None
+    keys = layer_keys(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    config = speculators_config({}, transformer_layer_config=keys)
+    drafter = loaded(write_checkpoint(tmp_path, config, eagle3_tensors({})), target, "EAGLE-3")
+    assert drafter.draft_spec() is None
+    Engine([target], helpers=[drafter]).use("invariant", 1)
+    assert drafter.compiled is None
 
 
 def test_replays_need_nothing_new_in_a_prepared_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
