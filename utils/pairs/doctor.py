@@ -222,23 +222,20 @@ class OwnText:
         """
         features = torch.cat([self.states[layer] for layer in conventions.feature_layers], dim=-1).roll(moved, 0)
         before, drafter.conventions = drafter.conventions, conventions
+        text, known, hits = self.tokens, 0, []
         try:
-            return self._hits(drafter, features)
+            session = feature_session(drafter)
+            session.begin(text)
+            depth = DEPTH if isinstance(drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
+            for last in self.rounds:
+                session.add_features(features[known : last + 1], known, last + 1)
+                known = last + 1
+                # The text is fed instead of the drafts, so that every position counts.
+                rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
+                hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
+                session.rewind(known)
         finally:
             drafter.conventions = before
-
-    def _hits(self, drafter: FeatureDrafter, features: Tensor) -> Tensor:
-        text, session = self.tokens, feature_session(drafter)
-        session.begin(text)
-        depth = DEPTH if isinstance(drafter, StepwiseDrafter) else min(DEPTH, session.block_size)
-        known, hits = 0, []
-        for last in self.rounds:
-            session.add_features(features[known : last + 1], known, last + 1)
-            known = last + 1
-            # The text is fed instead of the drafts, so that every position counts.
-            rows = [session.feed(text[: known + 1 + step], keep=1)[0].argmax() for step in range(depth)]
-            hits.append([int(row) == text[known + 1 + step] for step, row in enumerate(rows)])
-            session.rewind(known)
         return torch.tensor(hits, dtype=torch.int64)
 
 
