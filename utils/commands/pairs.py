@@ -41,7 +41,7 @@ def _pair(argument: str, context: CommandContext) -> Outcome:
         return PAIR_FORMS[check_choice(argument.lower(), tuple(PAIR_FORMS), "word")][0](context)
     found = context.harness.pair.compatibility
     findings = [(finding.what, finding.value, finding.remark) for finding in found.findings]
-    return [ShowRows([("verdict", found.verdict, found.reason), *findings])]
+    return [ShowRows([("verdict", found.verdict, ""), *findings])]
 
 
 def _doctor(context: CommandContext) -> Outcome:

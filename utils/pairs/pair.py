@@ -24,7 +24,6 @@ MIN_SHARED = 0.99  # share of the target's tokens that must have the same id in 
 MAX_SIZE_RATIO = 0.5  # a drafter larger than this share of the target is rarely worth its time
 DIFFERENT_TOKENIZERS = "different tokenizers"
 NEEDS_CACHE_OFF = "needs /cache off"
-WRONG = "wrong"
 ROUNDED = ("bfloat16", "int8", "int4")  # engine weights that differ from those of the checkpoint
 
 
@@ -40,14 +39,9 @@ class PairFinding:
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """The result of a comparison.
-
-    `verdict` is "fine", "fine with N padding rows", "no drafter", NEEDS_CACHE_OFF, DIFFERENT_TOKENIZERS or WRONG, with
-    a reason.
-    """
+    """`verdict` is "fine", "fine with N padding rows", "no drafter", NEEDS_CACHE_OFF or DIFFERENT_TOKENIZERS."""
 
     verdict: str
-    reason: str
     findings: tuple[PairFinding, ...]
 
     @property
@@ -75,10 +69,14 @@ def compare_models(
     drafter: PreTrainedModel,
     drafter_tokenizer: PreTrainedTokenizerBase | None,
 ) -> Compatibility:
-    """Compare a target with a drafter model. A drafter without a tokenizer is assumed to share the target's."""
+    """Compare a target with a drafter model. A drafter without a tokenizer is assumed to share the target's.
+
+    Raises UserError if the drafter cannot draft for the target.
+    """
     ours, theirs = _Side(target, tokenizer), _Side(drafter, drafter_tokenizer or tokenizer)
     # Tokens are compared as strings, so the same string under two ids does not count.
     same, tokens = len(ours.ids.items() & theirs.ids.items()), len(ours.ids)
+    _check_fit(ours, theirs, same)
     caches = _caches(target, drafter)
     assumed = "assumed: no tokenizer" if drafter_tokenizer is None else ""
     findings = (
@@ -87,15 +85,13 @@ def compare_models(
         *_properties(ours, theirs),
         caches,
     )
-    if reason := _reason_against(ours, theirs, same):
-        return Compatibility(WRONG, reason, findings)
     if same < MIN_SHARED * tokens:
         cost = "translated in both directions, which costs drafts and time: a drafter of the same family avoids it"
-        return Compatibility(DIFFERENT_TOKENIZERS, "", (*findings, PairFinding("drafts", "as text", cost, warns=True)))
+        return Compatibility(DIFFERENT_TOKENIZERS, (*findings, PairFinding("drafts", "as text", cost, warns=True)))
     if caches.warns:
-        return Compatibility(NEEDS_CACHE_OFF, "", findings)
+        return Compatibility(NEEDS_CACHE_OFF, findings)
     extra = abs(ours.rows - theirs.rows)
-    return Compatibility(f"fine with {extra:,} padding rows" if extra else "fine", "", findings)
+    return Compatibility(f"fine with {extra:,} padding rows" if extra else "fine", findings)
 
 
 def describe_without_model(
@@ -108,26 +104,30 @@ def describe_without_model(
     own = PairFinding("drafter", drafter or "none", f"{relation}, with the same tokens" if drafter else "")
     caches = _caches(target)
     verdict = "no drafter" if not drafter else NEEDS_CACHE_OFF if caches.warns else "fine"
-    return Compatibility(verdict, "", (own, _first_token(tokenizer), caches))
+    return Compatibility(verdict, (own, _first_token(tokenizer), caches))
 
 
-def _reason_against(ours: _Side, theirs: _Side, same: int) -> str:
-    """Why the drafter cannot be used. It is empty if it can."""
+def _check_fit(ours: _Side, theirs: _Side, same: int) -> None:
+    """Raise UserError if the drafter cannot be used, with the number of tokens that have the same id in both."""
     encodes, tokens = ours.model.config.is_encoder_decoder, len(ours.ids)
+    remedy = "use a drafter of the same model family" + ("" if encodes else ", or layers:K")
     if encodes != theirs.model.config.is_encoder_decoder:
-        return "one of them is an encoder-decoder model and the other is not"
-    if same < MIN_SHARED * tokens:
-        # Drafts can be translated, but the encoder's input cannot.
-        return f"its tokenizer differs ({same:,} of {tokens:,} ids agree)" if encodes else ""
+        reason = "one of them is an encoder-decoder model and the other is not"
+    elif encodes and same < MIN_SHARED * tokens:  # drafts can be translated, but the encoder's input cannot
+        reason = f"its tokenizer differs ({same:,} of {tokens:,} ids agree)"
     # The drafter could not embed the target's last tokens. Missing padding rows do no harm, because they are never fed.
-    return "its vocabulary is smaller" if theirs.rows < min(tokens, ours.rows) else ""
+    elif same >= MIN_SHARED * tokens and theirs.rows < min(tokens, ours.rows):
+        reason = "its vocabulary is smaller"
+    else:
+        return
+    raise UserError(f"'{theirs.model.name_or_path}' cannot draft for this target: {reason}; {remedy}.")
 
 
 def _properties(ours: _Side, theirs: _Side) -> Iterator[PairFinding]:
     """What differs without making the drafter wrong."""
     yield _first_token(ours.tokenizer)
-    ratio = theirs.parameters / max(1, ours.parameters)
-    shown = f"{_millions(ours.parameters)} and {_millions(theirs.parameters)} parameters, 1 to {ratio:.2f}"
+    millions, ratio = (ours.parameters / 1e6, theirs.parameters / 1e6), theirs.parameters / max(1, ours.parameters)
+    shown = "{:,.1f} and {:,.1f} million parameters, 1 to {:.2f}".format(*millions, ratio)
     large = "a drafter this large rarely saves time: use a smaller one" if ratio > MAX_SIZE_RATIO else ""
     yield PairFinding("size", shown, large, warns=bool(large))
     target, drafter = context_length(ours.model), context_length(theirs.model)
@@ -163,13 +163,6 @@ def _caches(*models: Any) -> PairFinding:
     bad = "cannot be used" in methods
     remark = "drafts need /cache off" if bad else "after rejected drafts"
     return PairFinding("caches", " and ".join(dict.fromkeys(methods)), remark, bad)
-
-
-def _millions(count: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:,}"
 
 
 @dataclass(frozen=True, slots=True)
