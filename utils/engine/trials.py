@@ -120,7 +120,7 @@ class Trials:
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
         self._for_each(self._prepare, self.builders)
         # The plain engine, which may be far slower, is the first one and comes last.
-        self._for_each(self._choose_threads, reversed(self.builders) if len(self.thread_counts) > 1 else ())
+        self._for_each(self._choose_threads, [*self.builders][::-1] if len(self.thread_counts) > 1 else ())
         self._measure_widths()
         self._for_each(self._finish, self.builders)
         return self._rows
@@ -162,7 +162,7 @@ class Trials:
                 seconds = self._pass(probe, wide) + min(self._pass(probe, 1) for _ in range(STEPS))
                 samples.setdefault(count, []).append(seconds)
                 fastest = min(fastest, seconds)
-                if seconds > MORE_THREADS * fastest:
+                if turn and seconds > MORE_THREADS * fastest:
                     break
             if turn == 0 and fastest <= MAX_SLOWNESS * self._fastest:
                 samples = {}  # the first turn warms up, and is enough for an engine that is far slower than another one
