@@ -44,7 +44,7 @@ def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers
     """A client of a server that runs within the block."""
     servers = LocalServers(answers)
     try:
-        url = started(servers.start("llama", llama_launch(**values), limit=120))
+        url = started(servers.start("llama", llama_launch(**values)))
         with ServerClient(ServerAddress("llama", url)) as client:
             yield client, servers
     finally:

@@ -115,5 +115,5 @@ def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:
         file.write(b"GGUF" + bytes(100))
     servers = LocalServers(answers)
     with pytest.raises(UserError, match=r"(?s)ended with status \d+.*Its log ends with:.*model"):
-        started(servers.start("llama", replace(launch, model=broken), limit=60))
+        started(servers.start("llama", replace(launch, model=broken)))
     servers.stop_all()

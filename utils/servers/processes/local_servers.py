@@ -3,7 +3,6 @@
 A guard (`guard.py`) between this program and each server ends the server however this program ends.
 """
 
-import atexit
 import os
 import re
 import shutil
@@ -139,29 +138,24 @@ class GuardedProcess:
         shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
         return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
 
-    def wait_until_ready(self, is_ready: Callable[[], bool], *, limit: float) -> Iterator[str]:
-        """Wait until the server is ready, at most `limit` seconds. Yields a line of progress every second.
+    def wait_until_ready(self, is_ready: Callable[[], bool]) -> Iterator[str]:
+        """Wait until the server is ready. Yields a line of progress every second.
 
         `is_ready` sends the server a request. Raises UserError, with the end of its log, if it exits or takes too long.
-        If the waiting ends before the server is ready, for example by Ctrl-C, the server is ended.
         """
         start = reported = time.monotonic()
-        try:
-            while not is_ready():
-                now = time.monotonic()
-                if not self.is_running:
-                    raise UserError(self.ending())
-                if now - start > limit:
-                    raise UserError(f"{self.name} was not ready after {limit:.0f} s. {self.last_words()}")
-                if now - reported >= COUNT:
-                    reported = now
-                    yield Count(f"starting {self.name}: {now - start:.0f} s")
-                time.sleep(POLL)
-            if not self.is_running:  # then another program answers on its port
+        while True:
+            ready, now = is_ready(), time.monotonic()
+            if not self.is_running:  # if it seems ready, another program answers on its port
                 raise UserError(self.ending())
-        except BaseException:
-            self.stop()
-            raise
+            if ready:
+                return
+            if now - start > READY_SECONDS:
+                raise UserError(f"{self.name} was not ready after {READY_SECONDS:.0f} s. {self.last_words()}")
+            if now - reported >= COUNT:
+                reported = now
+                yield Count(f"starting {self.name}: {now - start:.0f} s")
+            time.sleep(POLL)
 
 
 class LocalServers:
@@ -172,15 +166,12 @@ class LocalServers:
         self._running: dict[str, tuple[Launch, GuardedProcess]] = {}
         self._folder: Path | None = None
 
-    def start(self, name: str, launch: Launch, *, limit: float = READY_SECONDS) -> Generator[str, None, str]:
-        """Start a server and wait until it is ready, at most `limit` seconds. Yields progress and returns its URL.
+    def start(self, name: str, launch: Launch) -> Generator[str, None, str]:
+        """Start a server and wait until it is ready. Yields progress and returns its URL.
 
         Raises UserError if the program is not installed, or with the end of the log if the server does not get ready.
         The server ends if the generator is closed or Ctrl-C comes before it is ready.
         """
-        if name in self:
-            raise UserError(f"{name} is running already; /server stop {name} ends it.")
-        self.stop(name)
         port = free_port()
         url = f"http://{HOST}:{port}"
         yield f"starting {name}: {launch.kind}, {launch.model} ..."
@@ -188,7 +179,7 @@ class LocalServers:
         process = GuardedProcess(name, command_line(launch, port), self._log_of(name))
         self._running[name] = launch, process
         try:
-            yield from process.wait_until_ready(lambda: self._is_ready(url), limit=limit)
+            yield from process.wait_until_ready(lambda: self._is_ready(url))
         except BaseException:
             self.stop(name)
             raise
@@ -206,7 +197,6 @@ class LocalServers:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-        atexit.unregister(self.stop_all)
 
     def __contains__(self, name: str) -> bool:
         """Whether a server was started and is still running."""
@@ -238,7 +228,6 @@ class LocalServers:
     def _log_of(self, name: str) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="speculative-decoding-"))
-            atexit.register(self.stop_all)
         return self._folder / f"{re.sub('[^A-Za-z0-9.-]', '-', name)}.log"
 
 
