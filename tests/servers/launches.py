@@ -4,10 +4,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator
 from pathlib import Path
 
 import psutil
+
+from utils.servers.processes.local_servers import LocalServer, start_server
+from utils.servers.processes.programs import Launch
 
 FAKE = Path(__file__).parent / "fake_program.py"
 
@@ -21,13 +23,15 @@ def fake_program(folder: Path, behaviour: str = "serve", name: str = "llama-serv
     return str(script)
 
 
-def started(lines: Generator[str, None, str], report: Callable[[str], object] = lambda line: None) -> str:
-    """The URL of a server once it has started."""
+def started(name: str, launch: Launch) -> LocalServer:
+    """A server that has started."""
+    lines = start_server(name, launch, is_ready)
     while True:
         try:
-            report(next(lines))
+            next(lines)
         except StopIteration as end:
-            return str(end.value)
+            assert isinstance(end.value, LocalServer)
+            return end.value
 
 
 def is_ready(url: str) -> bool:

@@ -11,8 +11,7 @@ from servers.launches import started
 from utils.models.embedded import embedded_gguf
 from utils.servers.address import ServerAddress
 from utils.servers.client import ServerClient
-from utils.servers.connection import answers
-from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.local_servers import LocalServer
 from utils.servers.processes.programs import Launch
 
 PYTHON = "SERVERS_PYTHON"
@@ -40,12 +39,11 @@ def llama_launch(*, context: int = 2048, parallel: int = 1, **values: object) ->
 
 
 @contextmanager
-def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServers]]:
+def running_llama(**values: object) -> Iterator[tuple[ServerClient, LocalServer]]:
     """A client of a server that runs within the block."""
-    servers = LocalServers(answers)
+    server = started("llama", llama_launch(**values))
     try:
-        url = started(servers.start("llama", llama_launch(**values)))
-        with ServerClient(ServerAddress("llama", url)) as client:
-            yield client, servers
+        with ServerClient(ServerAddress("llama", server.url)) as client:
+            yield client, server
     finally:
-        servers.stop_all()
+        server.stop()

@@ -53,15 +53,16 @@ def test_lengths_are_compared_at_every_load(
     session: ReplSession, view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock of its own, on which every draft saves time, and with starts that only note their lengths."""
-    local, run, starts = session.harness.state.servers.local, server_load.run_slice, []
+    local, run, starts = session.harness.state.servers.connections["one"].local, server_load.run_slice, []
+    assert local is not None
 
     def restart(servers: ServerList, name: str, launch: Launch) -> Iterator[str]:
         starts.append(launch.drafts)
-        local._running[name] = launch, local.process_of(name)
+        local.launch = launch
         yield "starting"
 
     def timed(target: Any, requests: Any, **options: Any) -> LoadSlice:
-        return replace(run(target, requests, **options), seconds=len(requests) / (1 + local.launch_of("one").drafts))
+        return replace(run(target, requests, **options), seconds=len(requests) / (1 + local.launch.drafts))
 
     monkeypatch.setattr(ServerList, "restart", restart)
     monkeypatch.setattr(server_load, "run_slice", timed)
@@ -87,10 +88,10 @@ def test_a_length_that_does_not_start_is_left_out_and_the_server_stays(
     record = measured(session, line, tmp_path)
     assert [row["draft"] for row in record["findings"]] == [0, 4]
     shown = "".join(view.take())
-    assert shown.count("eight drafts are too many") == 1 and "one" in session.harness.state.servers.local
+    assert shown.count("eight drafts are too many") == 1
     assert "too little was measured to tell" in shown and "num_speculative_tokens" not in shown
     servers = session.harness.state.servers
-    assert servers.local.launch_of("one").drafts == 3 and len(family()) == len(before)
+    assert servers.launch_of("one").drafts == 3 and len(family()) == len(before)
     assert session.handle("Hello") is Verdict.DONE
 
 
@@ -108,7 +109,7 @@ def test_ctrl_c_keeps_what_was_measured_and_restores_the_server(
     monkeypatch.setattr(server_load, "run_slice", interrupted)
     record = measured(session, "/server load one draft=0,2 concurrency=1 requests=1 length=2 turns=1", tmp_path)
     assert not record["finished"] and [row["draft"] for row in record["findings"]] == [0]
-    assert session.harness.state.servers.local.launch_of("one").drafts == 3
+    assert session.harness.state.servers.launch_of("one").drafts == 3
     assert session.handle("Hello") is Verdict.DONE
 
 

@@ -14,10 +14,8 @@ from servers.server_sessions import server_session
 from utils.errors import UserError
 from utils.repl.repl_session import Verdict
 from utils.servers.client import ServerClient
-from utils.servers.connection import answers
 from utils.servers.kinds import recognise
 from utils.servers.kinds.completion import Chat, ServerCompletion, ServerRequest
-from utils.servers.processes.local_servers import LocalServers
 
 pytestmark = pytest.mark.servers
 REPEATING = "Count: one two three four five six. one two three four five six. one two three four five six. one two"
@@ -43,7 +41,7 @@ def counter(client: ServerClient, name: str) -> float:
 
 def test_plain_decoding_and_what_is_left_after_it() -> None:
     before = family()
-    with running_llama() as (client, servers):
+    with running_llama() as (client, server):
         assert client.models() == ["smollm2-135m-instruct-gguf"]  # not the path of the file
         completion = answer(client)
         assert completion.token_count == completion.figures["timings"]["predicted_n"] == LENGTH
@@ -52,7 +50,7 @@ def test_plain_decoding_and_what_is_left_after_it() -> None:
         assert chat.token_count == LENGTH and chat.text.strip()
         assert counter(client, "tokens_predicted_total") == 2 * LENGTH
         begun = family() - before
-        assert begun and "llama" in servers
+        assert begun and server.is_running
     assert gone(begun)
 
 
@@ -113,7 +111,5 @@ def test_a_file_that_is_no_model_is_explained(tmp_path: object) -> None:
     broken = f"{tmp_path}/broken.gguf"
     with open(broken, "wb") as file:
         file.write(b"GGUF" + bytes(100))
-    servers = LocalServers(answers)
     with pytest.raises(UserError, match=r"(?s)ended with status \d+.*Its log ends with:.*model"):
-        started(servers.start("llama", replace(launch, model=broken)))
-    servers.stop_all()
+        started("llama", replace(launch, model=broken))

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,78 +13,66 @@ from paths import ROOT
 from servers.launches import fake_program, family, gone, is_ready, started
 
 from utils.errors import UserError
+from utils.servers.address import ServerAddress, without_server
+from utils.servers.connection import ServerList
 from utils.servers.processes import local_servers
-from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.local_servers import LocalServer, start_server
 from utils.servers.processes.programs import Launch
 
 SESSION = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
-from servers.launches import is_ready, started
+from servers.launches import started
 from utils.servers.processes.programs import Launch
-from utils.servers.processes.local_servers import LocalServers
-servers = LocalServers(is_ready)
-url = started(servers.start("one", Launch("llama.cpp", "a.gguf", program={program!r})))
-print(url, servers.process_of("one").log.parent, flush=True)
+server = started("one", Launch("llama.cpp", "a.gguf", program={program!r}))
+print(server.url, server.log.parent, flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def servers() -> Iterator[LocalServers]:
-    made = LocalServers(is_ready)
-    yield made
-    made.stop_all()
 
 
 def launch(folder: Path, behaviour: str = "serve") -> Launch:
     return Launch("llama.cpp", "a.gguf", program=fake_program(folder, behaviour))
 
 
-def test_a_server_is_started_and_stopped(servers: LocalServers, tmp_path: Path) -> None:
+def test_servers_are_started_and_stopped(tmp_path: Path) -> None:
     before, lines = family(), list[str]()
-    url = started(servers.start("one", launch(tmp_path)), lines.append)
-    other = started(servers.start("two", launch(tmp_path)), lines.append)
-    assert is_ready(url) and is_ready(other) and url != other
-    assert servers.names() == ["one", "two"] and "one" in servers and lines[0].startswith("starting one: llama.cpp")
-    processes, process = family() - before, servers.process_of("one")
-    assert "--alias a" in process.log.read_text()
-    servers.stop("one")
-    assert not is_ready(url) and is_ready(other) and servers.names() == ["two"]
-    servers.stop_all()
-    assert gone(processes) and not process.log.parent.exists()
+    servers = ServerList()
+    for name, baseline in (("one", None), ("two", "one")):
+        lines += servers.start(ServerAddress(name, "http://127.0.0.1:1", baseline=baseline), launch(tmp_path))
+    one, two = (connection.local for connection in servers)
+    assert one is not None and two is not None and one.url != two.url
+    assert is_ready(one.url) and is_ready(two.url) and lines[0].startswith("starting one: llama.cpp")
+    assert [address.url for address in servers.addresses] == [one.url, two.url]
+    with pytest.raises(UserError, match=r"'three' was not started by this session.*: one, two\."):
+        servers.launch_of("three")
+    processes = family() - before
+    assert "--alias a" in one.log.read_text()
+    servers.use(without_server(servers.addresses, "one"))
+    assert not is_ready(one.url) and is_ready(two.url) and not one.log.parent.exists()
+    assert servers.launch_of("two") == launch(tmp_path) and servers.addresses[0].baseline is None
+    servers.close()
+    assert gone(processes) and not two.log.parent.exists()
 
 
-def test_a_server_that_was_not_started_has_no_launch(servers: LocalServers, tmp_path: Path) -> None:
-    started(servers.start("one", launch(tmp_path)))
-    with pytest.raises(UserError, match=r"'two' was not started by this session.*: one\."):
-        servers.launch_of("two")
-
-
-def test_a_server_that_exits_is_explained_by_the_end_of_its_log(servers: LocalServers, tmp_path: Path) -> None:
+def test_a_server_that_exits_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one ended with status 3\. Its log ends with:\n") as raised:
-        started(servers.start("one", launch(tmp_path, "fail")))
+        started("one", launch(tmp_path, "fail"))
     text = str(raised.value)
     assert text.endswith("no such model␛[0m") and "\x1b" not in text and "line 15\n" not in text and "line 16\n" in text
-    assert not servers.names()
 
 
-def test_a_server_that_is_never_ready_is_ended(
-    servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_servers, "READY_SECONDS", 0.3)
     before = family()
     with pytest.raises(UserError, match="was not ready after 0 s"):
-        started(servers.start("one", launch(tmp_path, "never")))
-    assert gone(family() - before) and not servers.names()
+        started("one", launch(tmp_path, "never"))
+    assert gone(family() - before)
 
 
 @pytest.mark.parametrize("ending", ["Ctrl-C", "closed"])
-def test_ctrl_c_while_a_server_starts_ends_it(
-    ending: str, servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_a_server_starts_ends_it(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_servers, "COUNT", 0.05)
-    before, lines = family(), servers.start("one", launch(tmp_path, "never"))
+    before, lines = family(), start_server("one", launch(tmp_path, "never"), is_ready)
     assert next(lines).startswith("starting one: llama.cpp")
     while len(begun := family() - before) < 2:  # the guard and the server
         assert next(lines) == "starting one: 0 s"
@@ -94,41 +81,40 @@ def test_ctrl_c_while_a_server_starts_ends_it(
     else:
         with pytest.raises(KeyboardInterrupt):
             lines.throw(KeyboardInterrupt)
-    assert gone(begun) and not servers.names()
+    assert gone(begun)
 
 
 def test_another_server_on_the_port_is_not_taken_for_the_started_one(tmp_path: Path) -> None:
-    servers = LocalServers(lambda url: bool(servers.ending_of("one")))  # something answers once the server has ended
+    server = LocalServer("one", launch(tmp_path, "fail"))
     with pytest.raises(UserError, match="ended with status 3"):
-        started(servers.start("one", launch(tmp_path, "fail")))
-    servers.stop_all()
+        list(server.wait_until_ready(lambda url: bool(server.ending(wait=9))))  # something answers once it has ended
+    server.stop()
 
 
-def test_a_server_that_has_died_can_be_started_again(servers: LocalServers, tmp_path: Path) -> None:
-    before = family()
-    started(servers.start("one", launch(tmp_path)))
-    begun = family() - before
+def test_a_server_that_has_died_can_be_started_again(tmp_path: Path) -> None:
+    before, servers = family(), ServerList()
+    list(servers.start(ServerAddress("one", "http://127.0.0.1:1"), launch(tmp_path)))
+    begun, first = family() - before, servers.connections["one"].local
     for process in begun:
         process.kill()
-    assert gone(begun) and "one" not in servers
-    servers.stop("one")
-    assert is_ready(started(servers.start("one", launch(tmp_path))))
+    assert first is not None and gone(begun) and not first.is_running
+    list(servers.restart("one", launch(tmp_path)))
+    assert is_ready(servers.addresses[0].url) and len(servers) == 1
+    servers.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave their session are found on Linux only")
-def test_stubborn_servers_and_their_children_end(
-    servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stubborn_servers_and_their_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ignores SIGTERM, for which this guard waits half a second, and its child has a session of its own."""
     guard, program, grace = tmp_path / "guard.py", local_servers.GUARD.read_text(), f"GRACE = {local_servers.GRACE}"
     assert grace in program
     guard.write_text(program.replace(grace, "GRACE = 0.5"))
     monkeypatch.setattr(local_servers, "GUARD", guard)
     before = family()
-    started(servers.start("one", launch(tmp_path, "children")))
+    server = started("one", launch(tmp_path, "children"))
     begun = family() - before
     assert len(begun) == 3  # the guard, the server and its child
-    servers.stop("one")
+    server.stop()
     assert gone(begun)
 
 

@@ -14,11 +14,10 @@ from servers.server_sessions import count_tokens, server_session
 from utils.commands.verdicts import measurement
 from utils.repl.repl_session import Verdict
 from utils.servers.address import ServerAddress
-from utils.servers.connection import Connection
+from utils.servers.connection import Connection, ServerList
 from utils.servers.kinds.completion import ServerAcceptance
 from utils.servers.kinds.server_kind import ServerKind
 from utils.servers.processes.flags import Speculation
-from utils.servers.processes.local_servers import LocalServers
 
 TOTAL_SECONDS = measurement.TOTAL_SECONDS
 TEXTS = [f"Say the word {number}" for number in range(8)]
@@ -60,7 +59,7 @@ def test_a_server_that_helps(
     accepted(6, 3, monkeypatch)
     two[0].faults = Faults(chunk_delay=0.015)
     started = {"spec": Speculation("lookup", 3)}
-    monkeypatch.setattr(LocalServers, "speculation_of", lambda local, name: started.get(name))
+    monkeypatch.setattr(ServerList, "speculation_of", lambda servers, name: started.get(name))
     session = server_session(view, *addresses(two), records=tmp_path / "r.jsonl")
     row, shown = verdict(session, view, tmp_path)
     assert '"num_speculative_tokens": 3' in shown and "prompt_lookup_num_tokens=3" in shown

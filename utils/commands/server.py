@@ -85,10 +85,10 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> It
     began = time.monotonic()
     for line in servers.start(address, launch):
         yield Progress(line)
-    url, seconds = servers.connections[address.name].address.url, time.monotonic() - began
-    process = servers.local.process_of(address.name)
-    figures = {"server": address.name, "url": url, "ready_seconds": seconds, "command": list(process.command)}
-    shown = {"drafts": launch.label or "no speculation", "log": str(process.log)}
+    local, seconds = servers.connections[address.name].local, time.monotonic() - began
+    assert local is not None
+    figures = {"server": address.name, "url": local.url, "ready_seconds": seconds, "command": list(local.command)}
+    shown = {"drafts": launch.label or "no speculation", "log": str(local.log)}
     yield TABLE.finding(figures | shown | asdict(launch))
 
 
@@ -144,17 +144,13 @@ def add(argument: str, context: CommandContext) -> Outcome:
 
 
 def show(argument: str, context: CommandContext) -> Outcome:
-    addresses = context.harness.state.servers.addresses
-    if not addresses:
-        return [Reply(NONE)]
-    local = context.harness.state.servers.local
-    ended = [name for name in local.names() if name not in local]
     rows = []
-    for address in addresses:
-        state, key = " (it has ended)" * (address.name in ended), "-" if address.key is None else f"${address.key}"
-        model, baseline = address.model or "its only one", address.baseline or "-"
-        rows.append((address.name, address.url + state, model, baseline, key))
-    return [ShowRows(rows, HEADINGS)]
+    for connection in context.harness.state.servers:
+        address, local = connection.address, connection.local
+        state = "" if local is None or local.is_running else " (it has ended)"
+        key, model, baseline = f"${address.key}" if address.key else "-", address.model, address.baseline
+        rows.append((address.name, address.url + state, model or "its only one", baseline or "-", key))
+    return [ShowRows(rows, HEADINGS)] if rows else [Reply(NONE)]
 
 
 def remove(argument: str, context: CommandContext) -> Outcome:
@@ -166,7 +162,7 @@ def remove(argument: str, context: CommandContext) -> Outcome:
 
 
 def stop(argument: str, context: CommandContext) -> Outcome:
-    context.harness.state.servers.local.launch_of(argument)  # raises UserError for a server that was not started here
+    context.harness.state.servers.launch_of(argument)  # raises UserError for a server that was not started here
     return remove(argument, context)
 
 

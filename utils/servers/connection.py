@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from utils.errors import UserError, check_choice
 from utils.servers.address import ServerAddress
@@ -10,7 +9,8 @@ from utils.servers.client import ServerClient
 from utils.servers.kinds import recognise
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind, own_tokens
-from utils.servers.processes.local_servers import LocalServers
+from utils.servers.processes.flags import Speculation
+from utils.servers.processes.local_servers import ENDING_SECONDS, LocalServer, start_server
 from utils.servers.processes.programs import Launch
 
 PATIENCE = 5.0  # seconds for one answer while a server starts
@@ -20,12 +20,12 @@ RequestFor = Callable[[ServerKind, ServerClient], ServerRequest]
 class Connection:
     """One server. A failure discards everything known about it, because another server may come back.
 
-    `ending` returns how the server has ended if this session started it, otherwise an empty text.
+    `local` is the process of a server that this session has started.
     """
 
-    def __init__(self, address: ServerAddress, ending: Callable[[], str]) -> None:
+    def __init__(self, address: ServerAddress, local: LocalServer | None = None) -> None:
         self.address = address
-        self._ending = ending
+        self.local = local
         self._client: ServerClient | None = None
         self._kind: ServerKind | None = None
 
@@ -60,7 +60,7 @@ class Connection:
             return replace(completion, request=request, model=client.model())
         except ServerError as error:
             self.close()
-            if ending := self._ending():
+            if self.local is not None and (ending := self.local.ending(wait=ENDING_SECONDS)):
                 raise ServerError(f"{error} {ending}", error.status) from error
             raise
         except UserError as error:  # not supported by the kind of server
@@ -71,6 +71,13 @@ class Connection:
         client, self._client, self._kind = self._client, None, None
         if client is not None:
             client.close()
+
+    def end(self) -> None:
+        """Close the connections, and end a server that this session has started."""
+        self.close()
+        if self.local is not None:
+            self.local.stop()
+            self.local = None
 
 
 def answers(url: str) -> bool:
@@ -83,12 +90,10 @@ def answers(url: str) -> bool:
 class ServerList:
     """The servers of a session by name.
 
-    `local` has the servers that this session started. `other_texts` has, by server, the prompts whose last greedy text
-    differed from the baseline's.
+    `other_texts` has, by server, the prompts whose last greedy text differed from the baseline's.
     """
 
     connections: dict[str, Connection] = field(default_factory=dict)
-    local: LocalServers = field(default_factory=lambda: LocalServers(answers))
     other_texts: dict[str, list[str]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Connection]:
@@ -109,21 +114,19 @@ class ServerList:
         return self.connections[check_choice(words[0], tuple(self.connections), "server")]
 
     def use(self, addresses: Sequence[ServerAddress]) -> None:
-        """Use these servers from now on. Servers that stay keep their connections, and local ones that are missing are
-        ended.
-        """
+        """Use these servers from now on. Those that stay keep their connections; local ones that do not are ended."""
         before, self.connections = self.connections, {}
         for address in addresses:
             known = before.get(address.name)
             if known is None or known.address != address:
-                known = Connection(address, partial(self.local.ending_of, address.name))
+                known = Connection(address, None if known is None else known.local)
             self.connections[address.name] = known
         for name, connection in before.items():
-            if self.connections.get(name) is not connection:
+            if name not in self.connections:
+                connection.end()
+            elif self.connections[name] is not connection:
                 connection.close()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
-        for name in set(self.local.names()) - set(self.connections):
-            self.local.stop(name)
 
     def note_text(self, name: str, prompt: str, same: bool | None) -> None:
         """Remember whether the text for a prompt equals the baseline's. None means that they were not compared."""
@@ -136,19 +139,30 @@ class ServerList:
     def start(self, address: ServerAddress, launch: Launch) -> Iterator[str]:
         """Start a local server and use it from now on. Yields progress. `address` has everything but the URL.
 
-        Raises UserError as LocalServers.start does.
+        Raises UserError as start_server does.
         """
-        url = yield from self.local.start(address.name, launch)
-        self.use((*self.addresses, replace(address, url=url)))
+        local = yield from start_server(address.name, launch, answers)
+        self.connections[address.name] = Connection(replace(address, url=local.url), local)
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:
         """Restart a local server in another way. If that fails, it stays in the list without running."""
-        self.local.stop(name)
-        url = yield from self.local.start(name, launch)
-        self.use([replace(one, url=url) if one.name == name else one for one in self.addresses])
+        self.connections[name].end()
+        yield from self.start(self.connections[name].address, launch)
+
+    def launch_of(self, name: str) -> Launch:
+        """How a server was started. Raises UserError if this session did not start it."""
+        launches = {one.address.name: one.local.launch for one in self if one.local is not None}
+        if name not in launches:
+            started = ", ".join(launches) or "there is none"
+            raise UserError(f"'{name}' was not started by this session; name a server that was: {started}.")
+        return launches[name]
+
+    def speculation_of(self, name: str) -> Speculation | None:
+        """How a server drafts, or None if it does not draft or was not started here."""
+        local = self.connections[name].local if name in self.connections else None
+        return local.launch.speculation if local is not None and local.launch.drafts else None
 
     def close(self) -> None:
         """Close all connections, and end the servers that this session started."""
         for connection in self:
-            connection.close()
-        self.local.stop_all()
+            connection.end()

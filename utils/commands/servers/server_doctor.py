@@ -264,13 +264,11 @@ class ServerExamination:
     def _setup(self) -> dict[str, str]:
         """What the server says about its drafts, and how it was started if this session did that."""
         facts = self.connection.kind.setup(self.connection.client)
-        local = self.harness.state.servers.local
-        if self.name in local.names():
-            launch = local.launch_of(self.name)
-            if launch.drafter == NGRAM:
+        if (local := self.connection.local) is not None:
+            if local.launch.drafter == NGRAM:
                 raise UserError(NGRAMS.format(self.name))
-            facts = setup_facts(_arguments(local.process_of(self.name).command)) | facts
-            facts.setdefault("method", "none" if not launch.drafts else launch.method or "draft model")
+            facts = setup_facts(_arguments(local.command)) | facts
+            facts.setdefault("method", "none" if not local.launch.drafts else local.launch.method or "draft model")
         return {name: without_key(value, self.connection.address.key) for name, value in facts.items()}
 
     def _kinds(self) -> Iterator[tuple[str, Sequence[str]]]:
@@ -477,7 +475,7 @@ class ServerExamination:
 
     def _flags(self) -> list[str]:
         """The settings of other programs for what the server should run."""
-        started = self.harness.state.servers.local.speculation_of(self.name)
+        started = self.harness.state.servers.speculation_of(self.name)
         if self.recorded:  # the pair ran on another machine
             return settings_elsewhere(started) if started is not None else []
         pair = self.harness.pair

@@ -130,7 +130,7 @@ class LoadMeasurement:
     def events(self) -> Iterator[ReportEvent]:
         """All events. A server that was restarted runs as before afterwards."""
         first = self.arms[0]
-        before = None if first.launch is None else self._servers.local.launch_of(first.server)
+        before = None if first.launch is None else self._servers.launch_of(first.server)
         try:
             if before is not None:
                 began = time.monotonic()
@@ -282,7 +282,7 @@ def load(argument: str, context: CommandContext) -> Outcome:
     name = servers.named(plain, EXAMPLE).address.name
     arms = _arms(servers, name, options.get("draft"))
     launch = arms[-1].launch
-    started = servers.local.speculation_of(name) if launch is None else launch.speculation
+    started = servers.speculation_of(name) if launch is None else launch.speculation
     if len(plain) > 1:
         prompts = [prompt.text for prompt in read_prompts(path_in(plain[1], EXAMPLE))]
     else:
@@ -308,7 +308,7 @@ def _arms(servers: ServerList, name: str, drafts: str | None) -> list[LoadArm]:
     if drafts is None:
         baseline = servers.connections[name].address.baseline
         return [LoadArm(one) for one in (name, baseline) if one is not None and one != TARGET]
-    launch = servers.local.launch_of(name)
+    launch = servers.launch_of(name)
     if not launch.drafter:
         raise UserError(f"{name} has no drafter, so draft lengths change nothing; /server start with drafter= first.")
     lengths = sorted({0, *(DRAFTS.parse(word.strip()) for word in drafts.split(","))})

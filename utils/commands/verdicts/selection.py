@@ -388,6 +388,6 @@ class ServerSelection:
         notes = server_notes(row["strategy"], row)
         if (base := race_row(ALL_TASKS, measurement.baseline_results)).get("other_tokens"):
             notes += server_notes(base["strategy"], base)
-        started = self.harness.state.servers.local.speculation_of(measurement.candidate.name.removeprefix(PREFIX))
+        started = self.harness.state.servers.speculation_of(measurement.candidate.name.removeprefix(PREFIX))
         lines = settings_elsewhere(started) if started is not None and helps(row) else []
         return {**names, "considered": considered, "skipped": [*measurement.race.notes, *notes], "elsewhere": lines}

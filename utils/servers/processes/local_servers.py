@@ -1,10 +1,9 @@
-"""The local servers that a session has started. They end with it, and the temporary folder of their logs is removed.
+"""Programs that a session has started. They end with it, and the temporary folders of their logs are removed.
 
 A guard (`guard.py`) between this program and each server ends the server however this program ends.
 """
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from utils.errors import UserError
-from utils.servers.processes.flags import LLAMA, Speculation
+from utils.servers.processes.flags import LLAMA
 from utils.servers.processes.guard import GRACE
 from utils.servers.processes.programs import EMBEDDED, HOST, Launch, command_line
 from utils.text import Count, visible
@@ -138,14 +137,34 @@ class GuardedProcess:
         shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
         return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
 
-    def wait_until_ready(self, is_ready: Callable[[], bool]) -> Iterator[str]:
+
+class LocalServer(GuardedProcess):
+    """A server program on a free port of the loopback interface. Its log is in a temporary folder of its own.
+
+    `launch` is how it was started, with the files of the embedded model in place of its name.
+    """
+
+    def __init__(self, name: str, launch: Launch) -> None:
+        """Start it. Raises UserError if the program is not installed or does not support the launch."""
+        self.launch, port = _with_files(launch), free_port()
+        self.url = f"http://{HOST}:{port}"
+        command = command_line(self.launch, port)
+        folder = Path(tempfile.mkdtemp(prefix="speculative-decoding-"))
+        super().__init__(name, command, folder / f"{name}.log")
+
+    def stop(self) -> None:
+        super().stop()
+        shutil.rmtree(self.log.parent, ignore_errors=True)
+
+    def wait_until_ready(self, is_ready: Callable[[str], bool]) -> Iterator[str]:
         """Wait until the server is ready. Yields a line of progress every second.
 
-        `is_ready` sends the server a request. Raises UserError, with the end of its log, if it exits or takes too long.
+        `is_ready` sends a request to the server at a URL. Raises UserError, with the end of its log, if it exits or
+        takes too long.
         """
         start = reported = time.monotonic()
         while True:
-            ready, now = is_ready(), time.monotonic()
+            ready, now = is_ready(self.url), time.monotonic()
             if not self.is_running:  # if it seems ready, another program answers on its port
                 raise UserError(self.ending())
             if ready:
@@ -158,77 +177,20 @@ class GuardedProcess:
             time.sleep(POLL)
 
 
-class LocalServers:
-    """Servers by name. `is_ready` checks whether the server at a URL can answer."""
+def start_server(name: str, launch: Launch, is_ready: Callable[[str], bool]) -> Generator[str, None, LocalServer]:
+    """Start a server and wait until it is ready. Yields progress.
 
-    def __init__(self, is_ready: Callable[[str], bool]) -> None:
-        self._is_ready = is_ready
-        self._running: dict[str, tuple[Launch, GuardedProcess]] = {}
-        self._folder: Path | None = None
-
-    def start(self, name: str, launch: Launch) -> Generator[str, None, str]:
-        """Start a server and wait until it is ready. Yields progress and returns its URL.
-
-        Raises UserError if the program is not installed, or with the end of the log if the server does not get ready.
-        The server ends if the generator is closed or Ctrl-C comes before it is ready.
-        """
-        port = free_port()
-        url = f"http://{HOST}:{port}"
-        yield f"starting {name}: {launch.kind}, {launch.model} ..."
-        launch = _with_files(launch)
-        process = GuardedProcess(name, command_line(launch, port), self._log_of(name))
-        self._running[name] = launch, process
-        try:
-            yield from process.wait_until_ready(lambda: self._is_ready(url))
-        except BaseException:
-            self.stop(name)
-            raise
-        return url
-
-    def stop(self, name: str) -> None:
-        """End a server, if this session started it."""
-        if entry := self._running.pop(name, None):
-            entry[1].stop()
-
-    def stop_all(self) -> None:
-        """End all servers and remove their logs."""
-        for name in list(self._running):
-            self.stop(name)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a server was started and is still running."""
-        return name in self._running and self._running[name][1].is_running
-
-    def names(self) -> list[str]:
-        """The names of servers that were started and not stopped, in this order. Some may have ended on their own."""
-        return list(self._running)
-
-    def launch_of(self, name: str) -> Launch:
-        """How a server was started. Raises UserError if this session did not start it."""
-        if name not in self._running:
-            started = ", ".join(self._running) or "there is none"
-            raise UserError(f"'{name}' was not started by this session; name a server that was: {started}.")
-        return self._running[name][0]
-
-    def speculation_of(self, name: str) -> Speculation | None:
-        """How a server drafts, or None if it does not draft or was not started here."""
-        launch = self._running[name][0] if name in self._running else None
-        return launch.speculation if launch is not None and launch.drafts else None
-
-    def process_of(self, name: str) -> GuardedProcess:
-        return self._running[name][1]
-
-    def ending_of(self, name: str) -> str:
-        """Why a server of this session no longer answers. It is empty if the server runs or was not started here."""
-        return self.process_of(name).ending(wait=ENDING_SECONDS) if name in self._running else ""
-
-    def _log_of(self, name: str) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="speculative-decoding-"))
-        return self._folder / f"{re.sub('[^A-Za-z0-9.-]', '-', name)}.log"
+    Raises UserError if it cannot be started or does not get ready. The server ends if the generator is closed or Ctrl-C
+    comes before it is ready.
+    """
+    yield f"starting {name}: {launch.kind}, {launch.model} ..."
+    server = LocalServer(name, launch)
+    try:
+        yield from server.wait_until_ready(is_ready)
+    except BaseException:
+        server.stop()
+        raise
+    return server
 
 
 def _with_files(launch: Launch) -> Launch:
