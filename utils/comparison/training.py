@@ -25,9 +25,7 @@ from utils.servers.processes.local_servers import POLL, GuardedProcess
 ROOT = Path(__file__).parents[2]
 # At the lowest priority. The module is found wherever the session was started.
 PROGRAM = ("env", f"PYTHONPATH={ROOT}", "nice", "-n", "19", sys.executable, "-u", "-m", "sampling.distill")
-
-
-LEARNED = "learned; /learn wait races the drafters"
+ENDED = "the training has ended; /learn wait races the drafters"
 
 
 class Training:
@@ -61,7 +59,7 @@ class Training:
     @property
     def summary(self) -> str:
         """Whether it runs, and for how long."""
-        return f"learning for {time.monotonic() - self._began:.0f} s" if self.is_running else LEARNED
+        return f"learning for {time.monotonic() - self._began:.0f} s" if self.is_running else ENDED
 
     @property
     def state(self) -> str:
