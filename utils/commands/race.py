@@ -201,7 +201,7 @@ def conclusion(rows: Sequence[Row]) -> list[str]:
     gaining = [row for row in drafting if not row["without_gain"]]
     if not gaining:
         return [ALL_NOISE if drafting else races.NO_RIVAL]
-    best = max(gaining, key=lambda row: geometric_mean(row["tokens_per_second"]))
+    best = max(gaining, key=lambda row: geometric_mean(max(speed, 1e-9) for speed in row["tokens_per_second"]))
     if best["speedup"] is None:
         return [races.NO_TARGET]
     name, claim = _labelled(best), claims.claim_text(best)

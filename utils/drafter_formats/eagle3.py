@@ -85,8 +85,8 @@ class Eagle3(StepwiseDrafter):
         self.layers, self.joining = decoder_layers(config, windows, head_norms=head_norms), joining
         for layer in cast(Any, self.layers[: self.joining]):
             for name in ("q_proj", "k_proj", "v_proj"):
-                size = getattr(layer.self_attn, name).out_features
-                setattr(layer.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
+                outputs = getattr(layer.self_attn, name).out_features
+                setattr(layer.self_attn, name, nn.Linear(2 * hidden, outputs, bias=False))
             layer.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary = LlamaRotaryEmbedding(config)

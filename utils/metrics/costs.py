@@ -86,7 +86,7 @@ class Costs:
         return "; ".join(parts) or "nothing was measured"
 
     def verify_cost(self, drafts: int) -> float:
-        """The extra time of a verify pass with this many drafts, extrapolated. 0 if it was not measured."""
+        """The extra time of a verify pass with so many drafts, extrapolated by the last difference. 0 if unmeasured."""
         costs = self.verify or (0.0,)
         if drafts <= len(costs):
             return costs[drafts - 1] if drafts else 0.0

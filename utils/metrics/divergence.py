@@ -183,7 +183,7 @@ def _moved(logits: Tensor, token: int, rival: int, slack: float) -> list[Tensor]
 
 
 def _replayed_difference(case: DivergenceCase, ours: int, theirs: int) -> float | None:
-    """The difference of both runs' logits if their passes are repeated, or None if these yield other tokens."""
+    """The largest difference of logits if the passes of both runs are repeated. None if these yield other tokens."""
     # Decode steps are rounds without drafts.
     steps = [Step((), 0, token) for token in case.theirs]
     verified, stepped = _logits_of(case, case.rounds, rewinds=True), _logits_of(case, steps, rewinds=False)

@@ -114,7 +114,7 @@ class ServerList:
         return self.connections[check_choice(words[0], tuple(self.connections), "server")]
 
     def use(self, addresses: Sequence[ServerAddress]) -> None:
-        """Use these servers from now on. Those that stay keep their connections; local ones that do not are ended."""
+        """Use these servers from now on. Those that stay keep their connections, and other local ones are ended."""
         before, self.connections = self.connections, {}
         for address in addresses:
             known = before.get(address.name)

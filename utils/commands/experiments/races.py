@@ -101,7 +101,7 @@ class RaceItem:
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """All turns of an item by one arm in one repeat, from 0, and those of its baseline, or none without its answers."""
+    """All turns of an item by one arm in one repeat, counted from 0, and those of its baseline, if it has answered."""
 
     item: RaceItem
     repeat: int
