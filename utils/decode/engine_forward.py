@@ -38,6 +38,10 @@ class EngineForward(Protocol):
     def for_cut(self, cut: Any) -> "EngineForward":
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
+    def narrow(self, outputs: int) -> None:
+        """Return the first logits alone from now on, so many, if that saves time."""
+        return
+
     def prepare(self, first: int, last: int) -> None:
         """Do what passes between these positions would do when they first run, if that takes long."""
         return

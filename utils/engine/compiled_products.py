@@ -1,6 +1,7 @@
 """Products with packed weights: how weights are packed, and the jobs that multiply with them."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -125,6 +126,13 @@ class CompiledKernel:
                     arguments[[*ARGUMENTS].index(place)] = part.data_ptr()
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
+
+    def first(self, outputs: int) -> "CompiledKernel":
+        """The product with the first rows of the same weight."""
+        part = copy(self)
+        part.outputs, part.width = min(outputs, self.outputs), min(-(-outputs // LANES) * LANES, self.width)
+        part._calls = {}
+        return part
 
     def _call(self, rows: int) -> tuple[tuple[Any, int], Any]:
         """The jobs of a call with so many rows, and their arguments, which name no tensors yet."""

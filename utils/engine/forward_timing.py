@@ -124,7 +124,7 @@ def verify_costs(
         probe.forward(1)
         fast = clock() - start < SLOW_STEP
         widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
-    times = width_seconds(probe, widths, clock, enough=ENOUGH, report=report)
+    times = width_seconds(probe, widths, clock, enough=ENOUGH / (2 if shorter else 1), report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.

@@ -71,6 +71,10 @@ class LeanDecoder(EngineForward):
         spec = replace(self._spec, layers=self._spec.layers[:depth])
         return LeanDecoder(spec, self._products[:depth], self._head, cut)
 
+    def narrow(self, outputs: int) -> None:
+        """Compute the first outputs of the head alone."""
+        self._head = self._head.first(outputs)
+
     def _takes(self, cache: Any) -> bool:
         """Whether a cache is of `new_cache`, or None. transformers' generate brings one of its own."""
         if cache is None:

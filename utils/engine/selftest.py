@@ -1,8 +1,8 @@
 """The self-test of an engine: are its logits those of the loaded weights, and the same at every verify width?
 
 It runs on this machine with the loaded weights. The first layers are compared with transformers' own forward pass. The
-first layer and the output head are tested at every verify width, whole models at a few widths and in one prefill. If
-all of that has passed at an earlier start, a slice of each model is compared and tested again.
+first layer, with the first outputs of the head, is tested at every verify width, whole models at a few widths and in
+one prefill. If all of that has passed at an earlier start, a slice of each model is compared and tested again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from utils.decode.engine_forward import MAX_WIDTH
-from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
+from utils.decode.engine_forward import MAX_WIDTH, engine_forward
+from utils.decode.layer_cut import chosen_layers, layer_kinds, shell
 from utils.decode.logit_drift import largest_difference, logits_by_width, max_rounding
 from utils.decode.model_info import context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
@@ -33,7 +33,7 @@ TILED_WIDTHS = (*range(2, 27), 31, 32, 33, 48, MAX_WIDTH)  # these use every til
 START_WIDTHS = (2, 5)  # of a whole model at its first start
 LATER_WIDTHS = (2, 3, 5)  # of a slice at later starts
 COMPARED_LAYERS = 2
-LATER_HEAD = 4096  # outputs of the head that are compared at later starts
+TESTED_HEAD = 4096  # outputs of the head: tested at every width, and compared at later starts
 MAX_DEVIATION = 0.1  # of rounded weights: the norm of the difference of logits over that of the logits
 DRAFT_ROWS = (3, 1, 1, 2, 12)  # entries of a drafter that are added one after the other
 # Of a drafter's logits, as a share of their largest difference from their mean; the second one in half precision.
@@ -57,13 +57,13 @@ def width_dependence(
 ) -> str:
     """Describe the first logits that differ from those of single decode steps. Empty if there are none.
 
-    widths: at which the first layer and the output head are tested, in ascending order. complete: test them at every
-    width, and whole models at more positions and widths.
+    widths: at which the first layer and the first outputs of the head are tested, in ascending order. complete: test
+    them at every width, with the whole head, and whole models at more positions and widths.
     """
     if widths:
         widths = EVERY_WIDTH if complete else widths
         # The other layers usually have the same shapes, so most widths are tested on one of them only.
-        part = _first_layer(model)
+        part = _first_layer(model, None if complete else TESTED_HEAD)
         failure = _dependence(part, widths, thread_count, report)
         if failure or part is model:  # it cannot be cut, so all of it was tested
             return failure
@@ -71,16 +71,26 @@ def width_dependence(
 
 
 def slice_dependence(model: PreTrainedModel, thread_count: int, report: Report) -> str:
-    """Like `width_dependence`, of the first layer and the output head at a few widths."""
-    return _dependence(_first_layer(model), LATER_WIDTHS, thread_count, report)
+    """Like `width_dependence`, of the first layer and the first outputs of the head at a few widths."""
+    return _dependence(_first_layer(model, TESTED_HEAD), LATER_WIDTHS, thread_count, report)
 
 
-def _first_layer(model: PreTrainedModel) -> PreTrainedModel:
-    """The first layer with the output head, or the model itself if it cannot be cut."""
+def _first_layer(model: PreTrainedModel, outputs: int | None) -> PreTrainedModel:
+    """The first layer with so many outputs of the head (None: all), or the model itself if it cannot be cut."""
     try:
-        return first_layers(model, 1)
+        return _layers(model, 1, outputs)
     except UserError:
         return model
+
+
+def _layers(model: PreTrainedModel, depth: int, outputs: int | None) -> PreTrainedModel:
+    """The first layers with so many outputs of the head (None: all). Raises UserError if the model cannot be cut."""
+    part = chosen_layers(model, range(depth))
+    if outputs is not None:
+        part.generation_config = None  # its rules may name other outputs
+        if (forward := engine_forward(part)) is not None:
+            forward.narrow(outputs)
+    return part
 
 
 def _dependence(part: PreTrainedModel, widths: Sequence[int], thread_count: int, report: Report) -> str:
@@ -111,31 +121,32 @@ class Reference:
     """Logits of a model's first layers with the loaded weights, computed by transformers before an engine is used.
 
     depth: the number of layers; None for a model that cannot be cut, of which all are compared. logits: (POSITIONS, V),
-    or of fewer tokens of the vocabulary. exact: whether an engine must have these logits up to rounding; weights that
-    it rounds are rounded here as well, but not its inputs. prefix: tokens before the compared positions.
+    or of the first `outputs`. exact: whether an engine must have these logits up to rounding; weights that it rounds
+    are rounded here as well, but not its inputs. prefix: tokens before the compared positions.
     """
 
     model: PreTrainedModel
     depth: int | None
     logits: Tensor
     exact: bool
-    prefix: int = LONG_PREFIX
+    prefix: int
+    outputs: int | None
 
     @classmethod
     def of(cls, model: PreTrainedModel, weights: EngineWeights, *, passed: bool = False) -> "Reference":
         """The model must be computed by its plain layers. passed: compare less, because an earlier start did more."""
+        outputs, prefix = (TESTED_HEAD, PREFIX) if passed else (None, LONG_PREFIX)
         try:
             depth = min(1 if passed else COMPARED_LAYERS, len(layer_kinds(model)))
-            part = chosen_layers(model, range(depth))
+            part = _layers(model, depth, outputs)
         except UserError:
-            depth, part = None, shell(model)
-        read_weights(part, weights, outputs=LATER_HEAD if passed else None)
-        prefix = PREFIX if passed else LONG_PREFIX
-        return cls(model, depth, sample_logits(part, prefix), weights.as_loaded, prefix)
+            depth, outputs, part = None, None, shell(model)
+        read_weights(part, weights, outputs=outputs)
+        return cls(model, depth, sample_logits(part, prefix), weights.as_loaded, prefix, outputs)
 
     def difference(self) -> str:
         """Describe how logits of the model differ now. Empty if they do not."""
-        part = self.model if self.depth is None else chosen_layers(self.model, range(self.depth))
+        part = self.model if self.depth is None else _layers(self.model, self.depth, self.outputs)
         logits = sample_logits(part, self.prefix)[:, : self.logits.shape[1]]
         if self.exact:
             return DIFFERENT_LOGITS if differ_beyond_rounding(logits, self.logits) else ""

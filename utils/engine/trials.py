@@ -137,7 +137,7 @@ class Trials:
     def _prepare(self, name: str) -> None:
         """Let an engine compute a few layers."""
         self.report(f"engine {name}: preparing a few layers")
-        torch.set_num_threads(self.thread_counts[0])
+        torch.set_num_threads(max(self.thread_counts))
         part = self._plan.slice_of(self.model)
         engine = self.builders[name]([part], [], self.weights)
         if failure := install_with_fallback(engine, self.report):

@@ -134,6 +134,10 @@ def test_products_are_exact_but_for_rounding_and_rows_do_not_depend_on_others(na
         torch.set_num_threads(threads)
         for rows in range(1, ROWS + 1):
             assert torch.equal(kernel(x[-rows:]), alone[-rows:]), (threads, rows)
+    for count in {1, min(20, outputs), outputs + 1}:
+        part = kernel.first(count)
+        assert torch.equal(part(x[:9]), alone[:9, :count]) and torch.equal(kernel(x[:9]), alone[:9])
+        assert {own.data_ptr() for own in part.tensors()} == {own.data_ptr() for own in kernel.tensors()}
 
 
 @pytest.mark.parametrize("name", in_turn(name for name in FORMS if FORMS[name][3] not in ("float32", "bfloat16")))

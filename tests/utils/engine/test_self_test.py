@@ -124,6 +124,34 @@ def test_the_first_layer_is_tested_at_every_width_and_the_model_at_a_few(complet
     assert texts == [*every, prefill, *few, prefill]
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_first_outputs_of_the_head_are_tested_at_every_width(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete test has all of them, as have the passes of whole models."""
+    monkeypatch.setattr(selftest, "TESTED_HEAD", 40)
+    model, sizes = llama(num_hidden_layers=3), dict[int, set[int]]()
+    engine = invariant.InvariantEngine([model], [], EngineWeights())
+    assert engine.install() == ""
+    dependence = selftest._dependence
+
+    def recorded(part: Any, *arguments: Any) -> str:
+        size = sizes.setdefault(part.config.num_hidden_layers, set())
+        feed = selftest.ModelSession.feed
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                selftest.ModelSession,
+                "feed",
+                lambda *own, keep: [logits := feed(*own, keep=keep), size.add(logits.shape[1])][0],
+            )
+            return dependence(part, *arguments)
+
+    monkeypatch.setattr(selftest, "_dependence", recorded)
+    assert engine.self_test(1, extent="complete" if complete else "first") == ""
+    assert sizes == {1: {96 if complete else 40}, 3: {96}}
+    assert model(torch.zeros((1, 1), dtype=torch.long)).logits.shape[2] == 96
+
+
 @pytest.mark.parametrize("most", [4, 6, 9, 12])  # rows of a tile, by processor
 def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tiles that follow each other, and as the last one."""
@@ -167,7 +195,7 @@ def test_rounded_weights_may_differ_a_little_from_the_reference(
     factor: float, accepted: bool, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong weight changes far more. passed: at a later start, which compares a part of the head."""
-    monkeypatch.setattr(selftest, "LATER_HEAD", 40)
+    monkeypatch.setattr(selftest, "TESTED_HEAD", 40)
     model, weights = llama(hidden_size=64), EngineWeights("int8")
     reference = selftest.Reference.of(model, weights, passed=passed)
     assert reference.logits.shape == (selftest.POSITIONS, 40 if passed else 96)

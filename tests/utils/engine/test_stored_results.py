@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from fake_engines import events, row, started
 from fixed_speeds import FixedSpeeds, only_engines, prefer
-from stored_starts import edit, only_entry, start
+from stored_starts import edit, only_entry, prepared, start
 from tiny import tiny_mamba
 
 from utils.engine import Engine, engine, forward_timing, machine, selftest
@@ -44,6 +44,17 @@ def test_the_second_start_rechecks_a_slice_and_uses_the_stored_costs(
     assert (second.step_seconds, second.costs) == (first.step_seconds, first.costs)
     assert (second.state.threads, second.state.weights) == (first.state.threads, first.state.weights)
     assert second.draft_seconds == {"head": 0.25}
+
+
+def test_rules_about_outputs_that_are_not_compared_do_not_stop_a_later_start(
+    file: ResultFile, tests: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "TESTED_HEAD", 40)
+    for _ in range(2):
+        engine = prepared(file)
+        engine._target.generation_config.suppress_tokens = [3, 95]
+        engine.use("auto", 1)
+    assert tests.call_count == 1 and engine.state.tested_on
 
 
 @pytest.mark.parametrize(("step", "wide", "too_few"), [(0.7, 0.7, True), (0.8, 0.8, False), (1.0, 0.4, True)])
