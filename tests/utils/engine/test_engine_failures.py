@@ -155,7 +155,7 @@ def first_and_last(said: list[str]) -> list[int]:
     return chosen
 
 
-FAST = steady({"plain": 0.02, "invariant": 0.01})
+FAST = steady({"plain": 0.015, "invariant": 0.01})
 
 
 def reported_costs(probe: Any, *, report: Callable[[str], None], **options: Any) -> Any:

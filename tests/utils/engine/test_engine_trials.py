@@ -153,11 +153,16 @@ def test_engines_are_measured_in_turns_until_it_takes_long(step: float, count: i
     assert turns(speeds.calls) == [name for turn in range(count) for name in order[:: -1 if turn % 2 else 1]]
 
 
-def test_an_engine_that_is_far_slower_is_measured_in_one_turn(rows: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("second", "count", "last"), [(0.0012, MAX_TURNS, MAX_TURNS), (0.0022, MIN_TURNS, 1)])
+def test_an_engine_that_is_far_slower_is_measured_in_one_turn(
+    second: float, count: int, last: int, rows: Callable[..., None]
+) -> None:
+    """One that has no other left to be compared with is measured in few turns."""
     rows(first=row(), second=row())
-    engine, speeds = started({"plain": 0.01, "first": 0.001, "second": 0.0012})
+    engine, speeds = started({"plain": 0.01, "first": 0.001, "second": second})
     assert engine.use("auto", 1).kind == "first" and engine.table["plain"].costs
-    assert turns(speeds.calls).count("plain") == 1 and turns(speeds.calls).count("second") == MAX_TURNS
+    counts = {name: turns(speeds.calls).count(name) for name in ("plain", "first", "second")}
+    assert counts == {"plain": 1, "first": count, "second": last}
 
 
 def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(rows: Callable[..., None]) -> None:
