@@ -49,16 +49,23 @@ class TextDrafter(ABC):
     def __init__(self, adaptive: AdaptiveGamma | None, *, observed: bool) -> None:
         self._adaptive, self._observed = adaptive, observed
         self._round: list[Match] = []
+        self._known = 0  # tokens of the context that are entered
+
+    @abstractmethod
+    def _enter(self, context: list[int], verified: Verified | None = None) -> None:
+        """Enter the tokens of the context that are new. Those without a verify pass are forced by a grammar."""
 
     @abstractmethod
     def _matches(self, context: list[int], count: int) -> list[Match]:
         """At most `count` drafts."""
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
+        self._known = len(context)
         if self._adaptive is not None:
             self._adaptive.begin(prompt, context)
 
     def propose(self, context: list[int], count: int) -> Draft:
+        self._enter(context)
         matches = self._matches(context, count)
         if self._adaptive is not None:
             self._adaptive.follow(context)
@@ -72,6 +79,7 @@ class TextDrafter(ABC):
             accepted = matching_prefix([match.token for match in self._round], context[verified.drafted_from :])
             self._adaptive.learn(buckets_of(self._round), accepted)
         self._round = []
+        self._enter(context, verified)
 
 
 class NGramDrafter(TextDrafter):
@@ -122,16 +130,16 @@ class NGramDrafter(TextDrafter):
             known = [*known, token][-self._reach :]
         return drafts
 
-    def commit(self, context: list[int], verified: Verified) -> None:
-        super().commit(context, verified)
-        # Row i of the logits predicts the token at start + i, whether it was a draft or added.
-        for row, index in enumerate(range(verified.start, len(context))):
-            has_others = self._filler_top_k > 1 and row >= verified.forced  # a forced token has no runners-up
-            top = top_tokens(verified.logits[row], self._filler_top_k) if has_others else []
+    def _enter(self, context: list[int], verified: Verified | None = None) -> None:
+        for index in range(self._known, len(context)):
+            # Row i of the logits predicts the token at start + i. A grammar that forces a token leaves no runners-up.
+            row = None if verified is None or self._filler_top_k == 1 else verified.logits[index - verified.start]
+            top = [] if row is None else top_tokens(row, self._filler_top_k)
             runners_up = [token for token in top if token != context[index] and token < self._vocab_size]
             generated = [context[index]] if context[index] < self._vocab_size else []
             # The generated token goes first: among equal counts the token seen first is drafted.
             self._storage.update(context[max(0, index - self._reach) : index], generated + runners_up)
+        self._known = len(context)
 
 
 class MatchIndex(Protocol):
@@ -164,7 +172,6 @@ class MatchDrafter(TextDrafter):
     ) -> None:
         super().__init__(adaptive, observed=observed)
         self._index, self._shortest = index, shortest
-        self._known = 0  # tokens of the context that the index has
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         super().begin(prompt, context)
@@ -173,18 +180,13 @@ class MatchDrafter(TextDrafter):
         if context != prompt:  # the prompt went to an encoder
             self._index.separate()
             self._index.extend(context)
-        self._known = len(context)
 
     def _matches(self, context: list[int], count: int) -> list[Match]:
-        forced = context[self._known :]
-        matches = self._index.drafts(len(forced) + count)
-        if not matches or matches[0].length < self._shortest or [m.token for m in matches[: len(forced)]] != forced:
-            return []
-        return matches[len(forced) :]
+        matches = self._index.drafts(count)
+        return matches if matches and matches[0].length >= self._shortest else []
 
-    def commit(self, context: list[int], verified: Verified) -> None:
-        super().commit(context, verified)
-        self._index.extend(context[verified.start :])
+    def _enter(self, context: list[int], verified: Verified | None = None) -> None:
+        self._index.extend(context[self._known :])
         self._known = len(context)
 
 

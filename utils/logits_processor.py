@@ -102,9 +102,11 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @one_thread()
 def top_tokens(row: Tensor, count: int) -> list[int]:
-    """Ids of the `count` largest entries of one row (V,), largest first, equal entries by the lowest id."""
-    ids: list[int] = stable_topk(row, min(count, row.shape[-1]))[1].tolist()
-    return ids
+    """Ids of the `count` largest entries of one row (V,), largest first, equal entries by the lowest id. Ids of minus
+    infinity, which cannot follow, are left out.
+    """
+    values, ids = stable_topk(row, min(count, row.shape[-1]))
+    return [token for token in torch.where(values > -torch.inf, ids, -1).tolist() if token >= 0]
 
 
 def top_k_probs(logits: Tensor, temperature: float, top_k: int) -> tuple[Tensor, Tensor]:

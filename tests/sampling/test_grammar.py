@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from samplers import SAMPLERS
 from tiny import tiny_head
-from tiny_jobs import replay_gammas
+from tiny_jobs import replay_gammas, strategy_of
 from tokenizers import Tokenizer, decoders, models
 from toys import ToyModel, decoding, opposed, session, toy
 from transformers import PreTrainedTokenizerFast
@@ -39,6 +39,7 @@ from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor
 from utils.metrics.costs import Costs
 from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
+from utils.pairs.drafter_kinds import DrafterCaches
 from utils.prompts.request_fields import grammar_text, parse_request
 
 A, B, C, D, END, PADDING = range(6)
@@ -359,7 +360,12 @@ def test_matches_continue_after_forced_tokens() -> None:
     drafter, text = MatchDrafter(LongestMatch(1)), [1, 2, 3, 4, 5, 1, 2]
     drafter.begin(text, text)
     assert drafter.propose([*text, 3], 2).tokens == [4, 5]
-    assert drafter.propose([*text, 9], 2).tokens == []
+
+
+def test_matches_are_found_after_forced_tokens_that_did_not_follow_before() -> None:
+    drafter, text = MatchDrafter(LongestMatch(1)), [1, 2, 3, 4, 5, 1, 2]
+    drafter.begin(text, text)
+    assert drafter.propose([*text, 5], 2).tokens == [1, 2]
 
 
 def test_a_head_reads_forced_tokens_like_drafts() -> None:
@@ -402,17 +408,24 @@ def test_traces_are_those_of_the_drafts_that_they_belong_to(kind: str) -> None:
     assert seen > 5
 
 
-def test_replayed_rounds_have_the_forced_tokens_of_real_ones() -> None:
+ANY_OBJECT = json.dumps({"response_format": {"type": "json_object"}})
+
+
+@pytest.mark.parametrize("word", ["loaded", "suffix", "ngram"])
+@pytest.mark.parametrize("request_fields", [REQUEST, ANY_OBJECT])
+def test_replayed_rounds_are_those_of_real_runs(request_fields: str, word: str) -> None:
     pair = pair_of("model")
-    settings = Settings(request=REQUEST, drafter_kind=("loaded",), gamma=4, length=80)
-    ids = ids_of(pair, "Hi", settings)
-    job = Job(ids, pair, settings, NGramStorage(3, 300))
-    strategy = STRATEGIES[0].variants(("loaded",), pair)[0]
-    steps = list(strategy.steps(job))
-    rounds = [found for found in replay_gammas(job, [strategy], tokens_of(steps)) if found.gamma == 4]
+    strategy, forced = strategy_of(word, pair), 0
+    settings = Settings(request=request_fields, gamma=4, length=60, verify="coupled", processor=ProcessorSpec(1.0))
+    for seed in range(1, 5):
+        job = Job(ids_of(pair, f"Hi {seed}", settings), pair, replace(settings, seed=seed), NGramStorage(3, 300))
+        again = replace(job, storage=NGramStorage(3, 300), caches=DrafterCaches())
+        steps = list(strategy.steps(job))
+        rounds = next(one.steps for one in replay_gammas(again, [strategy], tokens_of(steps)) if one.gamma == 4)
+        assert [kept(one) for one in rounds] == [kept(one) for one in steps]
+        forced += sum(one.accepted_forced for one in steps)
+    assert forced > 3
 
-    def kept(rounds: Iterable[Step]) -> list[tuple[Any, ...]]:
-        return [(one.tokens, one.accepted, one.accepted_forced) for one in rounds]
 
-    assert rounds and sum(one.accepted_forced for one in steps) > 0
-    assert all(kept(found.steps) == kept(steps) for found in rounds)
+def kept(step: Step) -> tuple[Any, ...]:
+    return step.tokens, step.accepted, step.accepted_forced, step.draft_counts

@@ -63,14 +63,15 @@ def replay_events(
     for place, strategy in enumerate(strategies):
         # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
         longest = _build(job, strategy, AUTO_GAMMA)
+        # Under a grammar, which drafts count depends on the rejected ones before them: those that are forced do not.
+        by_token = longest.replay is Replay.BY_TOKEN and job.grammar() is None
         drafts: list[Draft] = []
         if longest.replay is not Replay.NEVER:
-            at_once = AUTO_GAMMA if longest.replay is Replay.BY_ROUND else 1
-            for draft in drafts_along(text, longest.drafter, at_once):
+            for draft in drafts_along(text, longest.drafter, 1 if by_token else AUTO_GAMMA):
                 drafts.append(draft)
                 done = place + len(drafts) / (len(tokens) + AUTO_GAMMA)
                 yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
-        if longest.replay is Replay.BY_TOKEN:
+        if by_token:
             drafts = [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
         recorded = RecordedDrafter(drafts, len(text.context)) if drafts else None
         for gamma in range(AUTO_GAMMA + 1):
@@ -87,6 +88,7 @@ def replay_events(
 def read_text(job: Job, tokens: list[int], features: tuple[int, ...] = ()) -> FinishedText:
     """Run the target once over the prompt and a finished text. Raises UserError for an unusable prompt."""
     session = ModelSession(job.pair.target, use_cache=False, rewinds=False, features=features)
+    session.grammar = job.grammar()
     context = session.begin(job.prompt)
     logits = session.feed([*context, *tokens[:-1]], keep=len(tokens))  # (T, V); nothing follows the last token
     return FinishedText(
