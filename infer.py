@@ -48,6 +48,7 @@ from utils.repl.status import limits_of
 from utils.screen.renderer import OutputError, Renderer, make_renderer
 
 OUTPUT_FAILED = "Standard output cannot be written: {}."
+FIRST_TURNS = "Of each conversation of --prompts only the first turn is run: /race FILE and --verdict run all of them."
 RESULTS = "engine.json"  # of the engine's self-test, in the cache folder
 
 
@@ -138,6 +139,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     try:
         prompts = given_prompts(arguments)  # before anything slow
+        if any(prompt.later for prompt in prompts):
+            renderer.note(FIRST_TURNS)
         with quiet_keyboard():
             session = start_session(arguments, renderer, default_registry(), interactive=interactive)
         lines = lines_for(arguments, session, renderer, interactive=interactive)

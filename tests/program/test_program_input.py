@@ -79,6 +79,15 @@ def test_prompt_files_contain_plain_and_json_lines_but_no_commands(folder: Path,
     assert [row["prompt"] for row in records_of(file)] == ["/quit", "a\nb", "c\nd", "e\\nf"]
 
 
+def test_later_turns_of_a_prompt_file_are_not_left_out_silently(folder: Path, tmp_path: Path, main: Any) -> None:
+    prompts, file, shown = tmp_path / "prompts", tmp_path / "runs.jsonl", []
+    for text in ('{"turns": ["a", "b"]}', '{"prompt": "a"}'):
+        prompts.write_text(text)
+        shown.append(main("--target", folder, "--prompts", prompts, "--json", file, "-c", "/length 2").stderr)
+    assert {row["prompt"] for row in records_of(file)} == {"a"}
+    assert "first turn" in shown[0] and "first turn" not in shown[1]
+
+
 @pytest.mark.parametrize("text", ['{"words": "x"}', '{"prompt": 3}', '{"prompt": "', '{"prompt": " "}', None])
 def test_a_bad_prompt_file_is_reported(text: str | None, folder: Path, tmp_path: Path, main: Any) -> None:
     prompts = tmp_path / "prompts"
