@@ -41,6 +41,16 @@ def test_the_bottleneck_is_named(rounds: list[tuple[int, int]], timing: RoundTim
     assert all(word in sentence for word in words), sentence
 
 
+def test_tokens_that_a_grammar_forces_are_generated_without_rejections_as_well() -> None:
+    """Rounds of a forced token, a rejected draft and a correction: without rejections, 3 tokens instead of 2."""
+    target = Generation(tuple(Step((), 0, token) for token in range(9)), 9.0, 1.0, FinishReason.LENGTH)
+    made = generation([(2, 1)] * 4, RoundTiming(0, 1, 1))
+    forced = replace(made, steps=tuple(replace(step, forced=(0,)) for step in made.steps))
+    figures = draft_figures([(forced, target)], 1.0)
+    assert figures["drafted"] == 4 and figures["accepted"] == 0
+    assert figures["limits"]["rejection"] == pytest.approx(3 / 2)
+
+
 def test_a_long_prefill_does_not_change_the_cost_of_verifying() -> None:
     """Verify passes take 1.5 decode steps, and prefills of 100 to 130 seconds differ between runs."""
     target = Generation(tuple(Step((), 0, token) for token in range(9)), 108.0, 100.0, FinishReason.LENGTH)

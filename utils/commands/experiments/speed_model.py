@@ -242,7 +242,8 @@ class TimeSplit:
 def limits(split: TimeSplit, run: Generation, speedup: float) -> dict[str, float]:
     """The speed-up without each cause of lost time, by cause."""
     total, decoding = split.total, split.total - split.prefill
-    accepted, drafts = 1 + run.accepted / len(run.steps), 1 + run.drafted / len(run.steps)
+    # The tokens of a round, and those without rejections. Tokens that a grammar forces are generated in both.
+    accepted, drafts = (1 + (count + run.forced) / len(run.steps) for count in (run.accepted, run.drafted))
     causes = {
         "drafting": total - split.drafting,
         "verifying": total - split.verifying,
