@@ -302,8 +302,9 @@ def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle
             config,
             conventions(checkpoint, target),
             target,
-            fc_norm=checkpoint.has("fc_norm.0.weight"),
-            norm_before_fc=checkpoint.has("input_norm.weight"),
+            # If the config alone has a norm, its tensor is missing.
+            fc_norm=checkpoint.has("fc_norm.0.weight") or bool(checkpoint.config.get("fc_norm")),
+            norm_before_fc=checkpoint.has("input_norm.weight") or bool(checkpoint.config.get("norm_before_fc")),
             head_norms=head_norms,
             windows=[size or window for size in sliding_sizes(checkpoint)],  # `window`: of layers with full attention
             joining=max(1, sum(name.endswith(JOINED) for name in checkpoint.stored)),
@@ -425,8 +426,9 @@ class PEagle(BlockDrafter):
 
 
 def is_peagle(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether it is an EAGLE-3 checkpoint with features for unknown tokens."""
-    return checkpoint.has(MASK_STATE) and is_eagle3(checkpoint)
+    """Whether it is an EAGLE-3 checkpoint with features for unknown tokens, or is named as if it had them."""
+    is_named = checkpoint.config.get("speculators_model_type") == "peagle"
+    return (is_named or checkpoint.has(MASK_STATE)) and is_eagle3(checkpoint)
 
 
 def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagle:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import masked_block, pard_notes
 from utils.decode.generation_rules import ignored_settings
 from utils.decode.layer_cut import default_depth, first_layers
@@ -277,9 +278,19 @@ def _load_published(
         raise UserError(f"'{checkpoint.name}' drafts for decoder-only targets: use a different --drafter.")
     with explained_errors(checkpoint.name), quiet():
         drafter = known.load(replace(checkpoint, dtype=target.model.dtype), target.model)
+        _draft_once(drafter, target.model)
     drafter.name_or_path = checkpoint.name
     name = f"head of {target.name}" if kind == HEAD else f"{checkpoint.name} ({known.name})"
     return LoadedDrafter(drafter, name, kind)
+
+
+def _draft_once(drafter: FeatureDrafter, target: PreTrainedModel) -> None:
+    """Raise whatever a drafter raises whose config does not fit its tensors, before a text depends on it."""
+    size = len(drafter.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
+    session, context = feature_session(drafter), [0, 0]
+    session.begin(context)
+    session.add_features(torch.zeros(1, size, device=drafter.device, dtype=drafter.dtype), 0, 1)
+    session.feed(context, keep=1)
 
 
 def _load_model(source: Source, quantize: str, where: Placement, target: LoadedTarget) -> LoadedDrafter:

@@ -273,6 +273,8 @@ def target_folder(tmp_path_factory):
         # As if d2t held differences of neighbours, or something else: two draft ids mean one token.
         (lambda tensors, config: tensors["d2t"][1:].sub_(1 + tensors["d2t"][1] - tensors["d2t"][0]), "twice"),
         (lambda tensors, config: tensors["norm.weight"].fill_(float("nan")), "finite"),
+        (lambda tensors, config: config.update({"fc_norm": True}), "fc_norm.0.weight is missing"),
+        (lambda tensors, config: config.update({"norm_before_fc": True}), "input_norm.weight is missing"),
         (lambda tensors, config: tensors.update({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}), "numbers per token"),
         (lambda tensors, config: config.update({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}), "99"),
         (lambda tensors, config: tensors.update({"embed_tokens.weight": torch.zeros(20, HIDDEN)}), "embedding"),

@@ -206,6 +206,7 @@ CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_inte
         ({}, {}, lambda tensors: tensors["pre_projection.weight"].fill_(float("nan")), "finite"),
         (CENTROIDS, {}, lambda tensors: tensors["masked_embedding.token_ordering"].fill_(3), "token_ordering"),
         (CENTROIDS, {"num_centroids": 7}, None, "centroids"),
+        (CENTROIDS, {"centroid_intermediate_top_k": 0}, None, "could not be loaded"),  # drafts would fail
     ],
 )
 def test_assistants_that_do_not_fit_are_refused_in_one_sentence(

@@ -119,6 +119,7 @@ def target_folder(tmp_path_factory):
         (lambda tensors, config: config.update(proposal(400)), "400"),
         (lambda tensors, config: tensors.update({"mask_hidden": torch.zeros(1, 1, HIDDEN)}), "mask_hidden"),
         (lambda tensors, config: tensors["mask_hidden"].fill_(float("nan")), "finite"),
+        (lambda tensors, config: tensors.pop("mask_hidden"), "no tensor mask_hidden"),
         (lambda tensors, config: tensors.pop("layers.1.mlp.up_proj.weight"), "up_proj"),
     ],
 )

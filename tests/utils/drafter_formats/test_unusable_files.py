@@ -76,6 +76,7 @@ def target_folder(tmp_path_factory):
         ("rope_scaling", [1]),
         ("rope_scaling", {"rope_type": "spiral"}),
         ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),  # drafts would fail
         ("eagle_config", "none"),
         (IDS, "1,2,3"),
         (IDS, [1, None, 2]),
