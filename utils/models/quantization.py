@@ -233,10 +233,12 @@ def with_quantized(stored: Mapping[str, StoredTensor], config: Any) -> dict[str,
         module, _, end = name.rpartition(".")
         if end not in (WEIGHT, PACKED):
             continue
-        scale = next((stored[key] for end in SCALES if (key := f"{module}.{end}") in stored), None)
+        forms, scales = (
+            [stored[key] for end in ends if (key := f"{module}.{end}") in stored] for ends in ((WEIGHT, PACKED), SCALES)
+        )
         others = {end: stored[key] for end in (ZEROS, ORDER, SHAPE) if (key := f"{module}.{end}") in stored}
-        if scale is not None and scale.kind in FLOATS:
-            weight = _recognised({end: stored[name], SCALE: scale} | others, block)
+        if len(forms) == len(scales) == 1 and scales[0].kind in FLOATS:  # of several, none is known to be right
+            weight = _recognised({end: stored[name], SCALE: scales[0]} | others, block)
             found |= {} if weight is None else {f"{module}.{WEIGHT}": weight}
     ends = (WEIGHT, PACKED, SHAPE, *SCALES, ZEROS, ORDER)
     parts = {name.removesuffix(WEIGHT) + end for name in found for end in ends}
@@ -263,6 +265,8 @@ def _recognised(parts: dict[str, StoredTensor], block: Sequence[int]) -> Quantiz
     if zeros is not None and zeros.shape != ((shape[0] + 7) // 8 if zeros.kind == INT32 else shape[0], groups):
         return None
     (rows, columns), scales = shape, (*parts[SCALE].shape, 1, 1)[:2]
+    if ORDER in parts and parts[ORDER].shape != (columns,):
+        return None
     for size in ((1, columns), (rows, columns), sizes):
         if min(size) > 0 and scales == (-(-rows // size[0]), -(-columns // size[1])) and len(parts[SCALE].shape) < 3:
             return QuantizedWeight(parts, (rows, columns), size)

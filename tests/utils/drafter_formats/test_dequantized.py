@@ -258,6 +258,12 @@ def fc(**parts: Any) -> dict[str, Any]:
             "int32",
         ),
         (int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | {"fc.weight_scale": torch.ones(HIDDEN, 7)}, "int32"),
+        (int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | fc(weight=torch.zeros(HIDDEN, 3 * HIDDEN)), "int32"),
+        (int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | fc(weight_scale_inv=torch.ones(1)), "int32"),
+        (
+            int4_parts(FC, torch.ones(HIDDEN, 3 * HIDDEN), 8)[0] | fc(weight_g_idx=torch.zeros(1, dtype=torch.int32)),
+            "int32",
+        ),
         (fc(weight_packed=torch.ones(HIDDEN, 48, dtype=torch.uint8), weight_scale=torch.ones(HIDDEN, 6)), "uint8"),
         (fc(qweight=torch.ones(12, HIDDEN, dtype=torch.int32), scales=torch.ones(1, HIDDEN)), "int32"),
     ],
