@@ -116,9 +116,11 @@ class Distillation:
         model, tokenizer = self._target.model, self._target.tokenizer
         script = Script.from_tokenizer(tokenizer, end_ids(model, tokenizer), questions)
         self._plan = replace(plan, length=min(plan.length, context_length(model) or plan.length))
-        if (least := len(script.prefix) + len(script.answer_prefix) + MIN_FREE_TOKENS) > self._plan.length:
+        shortest = min((len(script.encode(text)) for text in questions), default=0)
+        if (least := len(script.prefix) + shortest + len(script.answer_prefix) + MIN_FREE_TOKENS) > self._plan.length:
+            inserted = "chat template" + " and the shortest prompt" * bool(questions)
             raise UserError(
-                f"--length {self._plan.length} is too short for this target's chat template: choose at least {least}."
+                f"--length {self._plan.length} is too short for this target's {inserted}: choose at least {least}."
             )
         layers = students.planned_layers(plan, self._target)  # before hours of generation: it may not be trainable
         self._new_generator = partial(PageGenerator, model, script, layers, length=self._plan.length)

@@ -281,6 +281,13 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
     assert "--length 40" in message_of(capsys)
 
 
+def test_prompts_without_room_for_an_answer_are_refused(target, tmp_path, capsys):
+    """The drafter was trained on nothing, and its card had no figures."""
+    (tmp_path / "questions.txt").write_text("What? " * 99)
+    assert run(target, tmp_path / "out", "--prompts", str(tmp_path / "questions.txt")) == 1
+    assert "--length 96 is too short" in message_of(capsys)
+
+
 @pytest.mark.parametrize("name", ["plan.json", "progress.json", "pages/page-00000.safetensors"])
 def test_damaged_work_is_reported(finished, tmp_path, capsys, name):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
