@@ -20,7 +20,7 @@ from typing import Any
 from utils.errors import UserError
 from utils.files import os_reason
 from utils.prompts.prompt_files import Prompt
-from utils.servers.processes.local_servers import POLL, GuardedProcess
+from utils.servers.processes.local_servers import EMPTY_LOG, POLL, GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 # At the lowest priority. The module is found wherever the session was started.
@@ -63,9 +63,9 @@ class Training:
 
     @property
     def state(self) -> str:
-        """The summary and the last line of its log, without the time left of one of its parts."""
+        """The summary and the last line of its log, if it has one, without the time left of one of its parts."""
         line = re.sub(r", [^,]* left$", "", self._process.last_words().rpartition("\n")[2])
-        return f"{self.summary}: {line}" if self.is_running else self.summary
+        return f"{self.summary}: {line}" if self.is_running and line != EMPTY_LOG else self.summary
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The process of a training: it is paused, it ends with its session, and it leaves only a finished drafter behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def test_it_is_paused_as_soon_as_it_has_begun(tmp_path: Path) -> None:
         while program.status() != psutil.STATUS_STOPPED and time.monotonic() < end:  # when it is scheduled next
             time.sleep(0.01)
         assert program.status() == psutil.STATUS_STOPPED and not list(tmp_path.glob("home/.training-*/ticks"))
+        assert re.fullmatch(r"learning for \d+ s", one.state), "its log is empty"
     one.close()
 
 

@@ -26,6 +26,7 @@ from utils.text import Count, visible
 READY_SECONDS = 1800.0  # large models take minutes to load; Ctrl-C ends the waiting
 ENDING_SECONDS = 1.0  # for a process to end after its last connection
 GUARD = Path(__file__).parent / "guard.py"
+EMPTY_LOG = "Its log is empty."
 POLL = 0.2  # seconds between two checks whether the server is ready
 SOON = 0.01  # seconds between two checks whether a program has begun
 COUNT = 1.0  # seconds between two lines of progress
@@ -135,7 +136,7 @@ class GuardedProcess:
             text = ""
         lines = [line.strip() for line in visible(text.replace("\r", "\n")).splitlines()]
         shown = [line[:LINE_LENGTH] for line in lines if line][-LAST_LINES:]
-        return "Its log ends with:\n" + "\n".join(shown) if shown else "Its log is empty."
+        return "Its log ends with:\n" + "\n".join(shown) if shown else EMPTY_LOG
 
 
 class LocalServer(GuardedProcess):
