@@ -341,7 +341,7 @@ def dequantized_model(
 def is_packed(tensor: StoredTensor) -> bool:
     """Whether it is a weight in 8 bits or fewer. Other tensors of bytes are masks and tables."""
     end = tensor.name.rpartition(".")[2]
-    is_small = tensor.kind.startswith(("F4", "F6", "F8")) and "scale" not in end  # experts have names of their own
+    is_small = tensor.kind.startswith(("F4", "F6_", "F8")) and "scale" not in end  # experts have names of their own
     return is_small or end in (PACKED, "qweight") or (end == WEIGHT and tensor.kind not in FLOATS)
 
 

@@ -275,6 +275,15 @@ def test_other_formats_are_refused_with_those_that_are_read(target_folder, tmp_p
     assert word in sentence and "FP8" in sentence and "W4A16" in sentence and "fc." in sentence
 
 
+def test_float64_is_not_a_quantized_format(target_folder, tmp_path):
+    """Its name in safetensors, F64, begins like those of formats with 6 bits."""
+    tensors = {name: part.double() if "proj" in name else part for name, part in eagle3_tensors({}).items()}
+    folder = write_checkpoint(tmp_path / "drafter", speculators_config({}), tensors)
+    assert load(target_folder, folder).drafter_kind == "EAGLE-3"
+    model = save_folder(tmp_path / "model", target_model().double(), tiny_tokenizer())
+    assert load(model).target.dtype == torch.float32
+
+
 def test_a_scale_that_is_not_finite_is_refused(target_folder, tmp_path):
     quantize, config = FORMATS["FP8, rows"]
     stored, _ = quantized(eagle3_tensors({}), quantize)
