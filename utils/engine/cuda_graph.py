@@ -22,8 +22,8 @@ from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length
 from utils.decode.model_session import ModelSession
 from utils.engine import selftest
-from utils.engine.graph_cache import GraphCache, Slot, SlotPool, recorded_cache
-from utils.engine.graph_decoder import Outputs, SlotDecoder
+from utils.engine.graph_cache import GraphCache, Outputs, Recording, Replays, Slot, SlotPool, recorded_cache
+from utils.engine.graph_decoder import SlotDecoder
 from utils.engine.graph_drafter import GraphDrafter
 from utils.engine.layer_engine import BIT_IDENTICAL, PlainEngine, Report, attention_problem, unreported
 from utils.engine.read_decoder import read_decoder
@@ -64,7 +64,7 @@ class CudaRecorder:
         return SimpleNamespace(outputs=outputs, replay=graph.replay)
 
 
-class GraphForward(EngineForward):
+class GraphForward(Replays, EngineForward):
     """Takes the place of a model's `forward`: replays a graph where there is one for the call.
 
     record: a CudaRecorder or its like. Graphs are recorded when they are first needed. own: compute a model that can be
@@ -72,9 +72,10 @@ class GraphForward(EngineForward):
     """
 
     def __init__(self, model: PreTrainedModel, record: Any, *, own: bool = True) -> None:
+        super().__init__(record)
         self.original = model.forward
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
-        self._record, self._limit = record, context_length(model)
+        self._limit = context_length(model)
         spec = read_decoder(model) if own else ""
         self.decoder = None if isinstance(spec, str) else SlotDecoder(spec)
         self._layers = len(DynamicCache(config=model.config).layers)
@@ -105,7 +106,7 @@ class GraphForward(EngineForward):
         for slot in self.pool.between(first, last + WIDTHS[-1]):
             slot.position.zero_()  # a recording writes behind it
             for kind in sorted(self._kinds) if slot.buffers else ():
-                self._graph(slot, slot.position.new_zeros((1, kind[0])), kind)
+                self._graph(*self._recording(slot, slot.position.new_zeros(kind[0]), kind))
         for cut in self._cuts:
             cut.prepare(first, last)
 
@@ -129,8 +130,8 @@ class GraphForward(EngineForward):
         hidden, keep = bool(kwargs.get("output_hidden_states")), kwargs.get("logits_to_keep", 0)
         # transformers fills an empty cache even for a short prompt, since a new slot has no buffers to record on.
         if fits and (length or self.decoder is not None):
-            outputs = self._outputs(slot, ids, (width, hidden), length)
-            logits, *states = outputs
+            slot.position.fill_(length)  # a kernel with an immediate value: nothing is uploaded
+            logits, *states = self._replayed(*self._recording(slot, ids[0], (width, hidden)))
             # Copies, because the next replay overwrites the outputs.
             logits, unread = logits[:, :count][:, -keep:].clone(), logits[:, :0]
             states = [state[:, :count].clone() if is_read(layer) else unread for layer, state in enumerate(states)]
@@ -147,26 +148,10 @@ class GraphForward(EngineForward):
             hidden_states=cast(Any, tuple(states) if hidden else None),
         )
 
-    def _outputs(self, slot: Slot, ids: Tensor, kind: tuple[int, bool], length: int) -> Outputs:
-        """Run a graph over ids (1, T) after `length` positions. Outputs are (1, width, ...)."""
-        slot.position.fill_(length)  # a kernel with an immediate value: nothing is uploaded
-        static, graph = self._graph(slot, ids, kind)
-        static[:, : ids.shape[1]] = ids
-        graph.replay()
-        outputs: Outputs = graph.outputs
-        return outputs
-
-    @torch.inference_mode(False)  # passes in other modes write the inputs as well
-    @torch.no_grad()
-    def _graph(self, slot: Slot, ids: Tensor, kind: tuple[int, bool]) -> tuple[Tensor, Any]:
-        """The static input ids (1, width) and the graph of a kind of pass. It is recorded if there is none."""
-        if kind not in slot.graphs:
-            static = ids.new_zeros((1, kind[0]))
-            static[:, : ids.shape[1]] = ids
-            slot.graphs[kind] = (static,), self._record(self._pass(slot, static, hidden=kind[1]))
-            self._kinds.add(kind)
-        (static,), graph = slot.graphs[kind]
-        return static, graph
+    def _recording(self, slot: Slot, ids: Tensor, kind: tuple[int, bool]) -> Recording:
+        """A kind of pass over ids (T,) at slot.position."""
+        self._kinds.add(kind)
+        return slot.graphs, kind, (ids,), lambda own: self._pass(slot, own[None], hidden=kind[1])
 
     def _pass(self, slot: Slot, ids: Tensor, *, hidden: bool) -> Callable[[], Outputs]:
         """Return the forward pass to record: the logits of all rows, and the hidden states."""

@@ -16,6 +16,11 @@ from transformers.cache_utils import DynamicLayer
 from utils.decode.kv_cache import GrowingLayer
 
 SMALLEST = 512  # positions of a slot; longer ones have twice as many each time
+Outputs = tuple[Tensor, ...]
+Graphs = dict[tuple[Any, ...], tuple[Outputs, Any]]  # inputs and graph by what was recorded
+# Where a graph is or will be, its key, which begins with a number of rows, its inputs of up to so many rows, and what
+# makes the pass over tensors like these.
+Recording = tuple[Graphs, tuple[Any, ...], Outputs, Callable[..., Callable[[], Outputs]]]
 SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
 
 
@@ -27,7 +32,7 @@ class Slot:
         self.position = torch.zeros((), dtype=torch.long, device=device)  # at which a graph writes its first row
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (1, heads, capacity, D)
         self.pairs: list[Tensor] = []  # (2, heads, capacity, D) of each layer, of which the buffers are views
-        self.graphs: dict[Any, tuple[tuple[Tensor, ...], Any]] = {}  # inputs and graph, by what was recorded
+        self.graphs: Graphs = {}
 
     def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
         """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
@@ -89,6 +94,31 @@ class SlotPool:
             yield
         finally:
             self._smallest = SMALLEST
+
+
+class Replays:
+    """Records a pass when it is first needed, and replays it from then on. record: a CudaRecorder or its like."""
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+
+    def _replayed(self, *recording: Any) -> Outputs:
+        """The outputs of a Recording, which the next replay overwrites."""
+        own, graph = self._graph(*recording)
+        for each, new in zip(own, recording[2], strict=True):
+            each[: len(new)] = new
+        graph.replay()
+        outputs: Outputs = graph.outputs
+        return outputs
+
+    @torch.inference_mode(False)  # passes in other modes write the inputs as well
+    @torch.no_grad()
+    def _graph(self, graphs: Graphs, key: Any, inputs: Outputs, make: Any) -> tuple[Outputs, Any]:
+        """The graph of a Recording and its own inputs."""
+        if key not in graphs:
+            own = tuple(each.new_zeros((key[0], *each.shape[1:])) for each in inputs)
+            graphs[key] = own, self._record(make(*own))
+        return graphs[key]
 
 
 class SlotLayer(GrowingLayer):

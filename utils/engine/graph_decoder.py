@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
-from utils.engine.graph_cache import Slot
+from utils.engine.graph_cache import Outputs, Slot
 
-Outputs = tuple[Tensor, ...]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),

@@ -15,12 +15,9 @@ from torch.nn.attention import sdpa_kernel
 
 from utils.decode.engine_forward import CompiledEntries
 from utils.engine.decoder_spec import DecoderSpec, JoinedInput, LayerSpec, Linear
-from utils.engine.graph_cache import GraphCache, Slot, SlotPool
+from utils.engine.graph_cache import GraphCache, Graphs, Recording, Replays, Slot, SlotPool
 from utils.engine.graph_decoder import BACKENDS, SlotDecoder, normed
 
-Inputs = tuple[Tensor, ...]
-Maker = Callable[..., Callable[[], Inputs]]  # makes a pass over its inputs
-Graphs = dict[Any, tuple[Inputs, Any]]
 MOST = 9  # new entries of a recorded pass: those after a round of 8 accepted drafts
 
 
@@ -64,11 +61,12 @@ class SlotDrafter(SlotDecoder):
         return JoinedInput(*norms, joined.normed_residual)
 
 
-class GraphDrafter(CompiledEntries):
+class GraphDrafter(Replays, CompiledEntries):
     """Adds entries to a drafter by replays, as its present conventions have it. record: a CudaRecorder or its like."""
 
     def __init__(self, model: Any, record: Any) -> None:
-        self._model, self._record = model, record
+        super().__init__(record)
+        self._model = model
         self._decoder = SlotDrafter(model)
         self._layers = len(model.draft_spec().decoder.layers)
         self._pool = SlotPool(model.device, self._decoder.prepare)
@@ -82,7 +80,8 @@ class GraphDrafter(CompiledEntries):
         slot = cache.reserve(len(tokens))
         slot.position.fill_(first)
         if len(tokens) <= MOST:
-            state, logits = self._replayed(slot.graphs, *self._entries(slot, states, tokens))
+            # Copies, because the next replay overwrites the outputs.
+            state, logits = map(torch.clone, self._replayed(*self._entries(slot, states, tokens)))
         else:
             state, logits = self._decoder.entries(slot, states, tokens)()
         cache.advance(len(tokens))
@@ -93,7 +92,7 @@ class GraphDrafter(CompiledEntries):
             return fuse(features)
         if self._fused is None:
             self._fused = features[:1].clone(), fuse
-        return self._replayed(self._fusions, *self._fusion(features, fuse))[0]
+        return self._replayed(*self._fusion(features, fuse))[0].clone()
 
     def prepare(self, first: int, last: int) -> None:
         size, weight = self._decoder.hidden_size, self._model.embed_tokens.weight
@@ -102,34 +101,17 @@ class GraphDrafter(CompiledEntries):
             tokens = torch.zeros(count, dtype=torch.long, device=weight.device)
             for slot in self._pool.between(first, last + MOST):
                 slot.position.zero_()
-                self._graph(slot.graphs, *self._entries(slot, states, tokens))
+                self._graph(*self._entries(slot, states, tokens))
             if self._fused is not None:
                 row, fuse = self._fused
-                self._graph(self._fusions, *self._fusion(row.expand(count, -1), fuse))
+                self._graph(*self._fusion(row.expand(count, -1), fuse))
 
-    def _entries(self, slot: Slot, states: Tensor, tokens: Tensor) -> tuple[Any, Inputs, Maker]:
-        """The key, the inputs and the pass of entries."""
-        return (len(tokens), self._model.conventions), (states, tokens), partial(self._decoder.entries, slot)
+    def _entries(self, slot: Slot, states: Tensor, tokens: Tensor) -> Recording:
+        key = len(tokens), self._model.conventions
+        return slot.graphs, key, (states, tokens), partial(self._decoder.entries, slot)
 
-    def _fusion(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> tuple[Any, Inputs, Maker]:
-        return len(features), (features,), lambda own: lambda: (fuse(own),)
-
-    def _replayed(self, graphs: Graphs, key: Any, inputs: Inputs, make: Maker) -> Inputs:
-        """The outputs of a graph for these inputs."""
-        own, graph = self._graph(graphs, key, inputs, make)
-        for each, new in zip(own, inputs, strict=True):
-            each.copy_(new)
-        graph.replay()
-        return tuple(output.clone() for output in graph.outputs)  # the next replay overwrites them
-
-    @torch.inference_mode(False)  # passes in other modes write the inputs as well
-    @torch.no_grad()
-    def _graph(self, graphs: Graphs, key: Any, inputs: Inputs, make: Maker) -> tuple[Inputs, Any]:
-        """The graph of a key and its own inputs. It is recorded if there is none."""
-        if key not in graphs:
-            own = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in inputs)
-            graphs[key] = own, self._record(make(*own))
-        return graphs[key]
+    def _fusion(self, features: Tensor, fuse: Callable[[Tensor], Tensor]) -> Recording:
+        return self._fusions, (len(features),), (features,), lambda own: lambda: (fuse(own),)
 
 
 def _joined_input(joined: JoinedInput, embedded: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
