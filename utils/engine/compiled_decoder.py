@@ -135,7 +135,8 @@ class DecoderProgram:
         spec, rows = self._spec, self._batch * self._count
         self._product(own.qkv, given, self.qkv)
         for norm, first, heads in ((layer.query_norm, 0, spec.heads), (layer.key_norm, spec.heads, spec.kv_heads)):
-            self._head_norm(norm, first, heads)
+            part = self.qkv[:, first * spec.head_dim :]
+            self._norm(norm, part, part, columns=heads * spec.head_dim)
         if layer.rope is not None and spec.rotary_dim:
             cos, sin = self._tables[layer.rope]
             self._add(
@@ -155,9 +156,8 @@ class DecoderProgram:
     def _add_change(self, norm: Norm | None, x: Tensor, out: Tensor, *, scale: float) -> None:
         """out = x + scale * norm(change)."""
         change, size = self._norm(norm, self._change, self._hidden), self._spec.hidden_size
-        name = "add_in_place" if out.data_ptr() == x.data_ptr() else "add"
         self._add(
-            name, layers.ADD, len(x), x=x, out=out, change=change, change_stride=change.stride(0), size=size,
+            "add", layers.ADD, len(x), x=x, out=out, change=change, change_stride=change.stride(0), size=size,
             scale=scale,
         )  # fmt: skip
 
@@ -167,25 +167,16 @@ class DecoderProgram:
             self._jobs += kernel.jobs(x, out[:, column:], len(x), stride=out.stride(0), scratch=self._scratch)
             column += kernel.outputs
 
-    def _norm(self, norm: Norm | None, x: Tensor, out: Tensor) -> Tensor:
-        """The tensor that holds the norm of x."""
+    def _norm(self, norm: Norm | None, x: Tensor, out: Tensor, *, columns: int = 0) -> Tensor:
+        """The tensor that holds the norm of x. columns: of several heads, as many as the weight has values in each."""
         if norm is None:
             return x
+        size = norm.weight.numel()
         self._add(
             "norm", layers.NORM, len(x), x=x, x_stride=x.stride(0), weight=norm.weight, out=out,
-            out_stride=out.stride(0), size=self._spec.hidden_size, eps=norm.eps,
+            out_stride=out.stride(0), heads=max(1, columns // size), size=size, eps=norm.eps,
         )  # fmt: skip
         return out
-
-    def _head_norm(self, norm: Norm | None, first: int, heads: int) -> None:
-        if norm is None:
-            return
-        size, weight = self._spec.head_dim, norm.weight
-        parts = heads if weight.numel() == size else 1  # a weight for each head, or one for all heads together
-        self._add(
-            "head_norm", layers.HEAD_NORM, len(self.qkv), x=self.qkv[:, first * size :], x_stride=self.qkv.shape[1],
-            weight=weight, heads=parts, size=heads * size // parts, eps=norm.eps,
-        )  # fmt: skip
 
     def _add_attention(self, layer: LayerSpec) -> None:
         spec, width = self._spec, self.qkv.shape[1]

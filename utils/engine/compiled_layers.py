@@ -5,8 +5,8 @@ bits depend neither on the number of rows nor on the number of threads. All tens
 """
 
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from llvmlite import ir
 
@@ -18,8 +18,8 @@ _SUMS_AT_ONCE = 4  # vectors of 16 lanes that fit into the registers
 _LINE = 16  # values of a cache line
 _WORD = ir.IntType(32)
 
-NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "out_stride": INT, "size": INT, "eps": FLOAT}
-HEAD_NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "heads": INT, "size": INT, "eps": FLOAT}
+NORM = {"x": POINTER, "x_stride": INT, "weight": POINTER, "out": POINTER, "out_stride": INT}
+NORM |= {"heads": INT, "size": INT, "eps": FLOAT}
 ADD = {"x": POINTER, "change": POINTER, "change_stride": INT, "out": POINTER, "size": INT, "scale": FLOAT}
 # keys and values: (groups, capacity, D), of which `past` positions are known.
 CACHE = {"keys": POINTER, "values": POINTER, "group_stride": INT, "past": INT}
@@ -44,6 +44,9 @@ ATTENTION = CACHE | {
     "scaling": FLOAT,
 }
 
+Arguments = dict[str, ir.Value]
+Values = Sequence[ir.Value]
+
 
 def _load(code: Code, pointer: ir.Value, index: ir.Value) -> ir.Value:
     return code.load(code.at(pointer, index), typ=FLOAT, align=4)
@@ -53,167 +56,149 @@ def _store(code: Code, value: ir.Value, pointer: ir.Value, index: ir.Value) -> N
     code.store(value, code.at(pointer, index), align=4)
 
 
-def _add_norm(module: ir.Module) -> None:
-    """norm(arguments, row): out = x / sqrt(mean(x^2) + eps) * weight. head_norm does it in place for each head."""
-    inner, (x, weight, out, size, eps) = inner_function(module, "norm_of", [*[POINTER] * 3, INT, FLOAT])
-    _write_norm(inner, x, weight, out=out, size=size, eps=eps)
-    inner.ret_void()
-    code, own, row = item_function(module, "norm", NORM)
-    x, out = (code.at(own[name], code.mul(row, own[f"{name}_stride"])) for name in ("x", "out"))
-    code.call(inner.function, [x, own["weight"], out, own["size"], own["eps"]])
-    code.ret_void()
-    code, own, row = item_function(module, "head_norm", HEAD_NORM)
-    start = code.at(own["x"], code.mul(row, own["x_stride"]))
+def _map(code: Code, size: ir.Value, compute: Callable[..., Values], *, reads: Values, writes: Values) -> None:
+    """From vectors of the values at each pointer of `reads` to those at each of `writes`, which may be the same."""
+    whole = code.and_(size, INT(-_LINE))
+    for first, count, lanes in ((INT(0), whole, _LINE), (whole, code.sub(size, whole), 1)):
+
+        def step(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            place, kind = code.add(first, index), ir.VectorType(FLOAT, lanes)  # noqa: B023
+            read = [code.load(code.at(pointer, place), typ=kind, align=4) for pointer in reads]
+            for value, pointer in zip(compute(*read), writes, strict=True):
+                _store(code, value, pointer, place)
+            return []
+
+        code.repeat(count, [], step, step=lanes, or_never=True)
+
+
+def _norm(code: Code, own: Arguments, row: ir.Value) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, for each head."""
+    starts, size = [code.at(own[name], code.mul(row, own[f"{name}_stride"])) for name in ("x", "out")], own["size"]
 
     def one(head: ir.Value) -> None:
-        part = code.at(start, code.mul(head, own["size"]))
-        _write_norm(code, part, own["weight"], out=part, size=own["size"], eps=own["eps"])
+        x, out = (code.at(start, code.mul(head, size)) for start in starts)
+
+        def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            value = _load(code, x, index)
+            return [code.fadd(sums[0], code.fmul(value, value), flags=REASSOCIATED)]
+
+        (squares,) = code.repeat(size, [FLOAT(0.0)], add)
+        mean = code.fadd(code.fdiv(squares, code.uitofp(size, FLOAT)), own["eps"])
+        factor = code.fdiv(FLOAT(1.0), code.square_root(mean))
+
+        def scale(x: ir.Value, weight: ir.Value) -> list[ir.Value]:
+            return [code.fmul(code.fmul(x, code.splat(factor, x.type.count)), weight)]
+
+        _map(code, size, scale, reads=[x, own["weight"]], writes=[out])
 
     code.for_each(own["heads"], one)
-    code.ret_void()
 
 
-def _write_norm(code: Code, x: ir.Value, weight: ir.Value, *, out: ir.Value, size: ir.Value, eps: ir.Value) -> None:
-    def add(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        value = _load(code, x, index)
-        return [code.fadd(sums[0], code.fmul(value, value), flags=REASSOCIATED)]
+def _add(code: Code, own: Arguments, row: ir.Value) -> None:
+    """out = x + scale * change."""
+    place, change = code.mul(row, own["size"]), code.at(own["change"], code.mul(row, own["change_stride"]))
 
-    (squares,) = code.repeat(size, [FLOAT(0.0)], add)
-    mean = code.fadd(code.fdiv(squares, code.uitofp(size, FLOAT)), eps)
-    factor = code.fdiv(FLOAT(1.0), code.square_root(mean))
+    def add(x: ir.Value, change: ir.Value) -> list[ir.Value]:
+        return [code.multiply_add(code.splat(own["scale"], x.type.count), change, x)]
 
-    def scale(index: ir.Value) -> None:
-        _store(code, code.fmul(code.fmul(_load(code, x, index), factor), _load(code, weight, index)), out, index)
-
-    code.for_each(size, scale)
+    _map(code, own["size"], add, reads=[code.at(own["x"], place), change], writes=[code.at(own["out"], place)])
 
 
-def _add_add(module: ir.Module) -> None:
-    """add(arguments, row): out = x + scale * change. add_in_place: the same for out = x."""
-    for name in ("add", "add_in_place"):
-        inner, (x, change, out, size, scale) = inner_function(module, f"{name}_row", [*[POINTER] * 3, INT, FLOAT])
-        target = out if name == "add" else x
-
-        def add(index: ir.Value) -> None:
-            total = inner.multiply_add(scale, _load(inner, change, index), _load(inner, x, index))  # noqa: B023
-            _store(inner, total, target, index)  # noqa: B023
-
-        inner.for_each(size, add)
-        inner.ret_void()
-        code, own, row = item_function(module, name, ADD)
-        place = code.mul(row, own["size"])
-        change = code.at(own["change"], code.mul(row, own["change_stride"]))
-        rows = [code.at(own["x"], place), change, code.at(own["out"], place)]
-        code.call(inner.function, [*rows, own["size"], own["scale"]])
-        code.ret_void()
-
-
-def _add_store(module: ir.Module) -> None:
-    """store(arguments, row): copy the keys and values of a row into the cache."""
-    inner, (source, target, size) = inner_function(module, "copy", [POINTER, POINTER, INT])
-    inner.for_each(size, lambda index: _store(inner, _load(inner, source, index), target, index))
-    inner.ret_void()
-    code, own, row = item_function(module, "store", STORE)
+def _store_keys(code: Code, own: Arguments, row: ir.Value) -> None:
+    """Copy the keys and values of a row into the cache."""
     keys = code.at(own["x"], code.add(code.mul(row, own["x_stride"]), own["first"]))
-    values = code.at(keys, code.mul(own["groups"], own["size"]))
+    sources = [keys, code.at(keys, code.mul(own["groups"], own["size"]))]
     position = code.mul(code.add(own["past"], row), own["size"])
 
     def one(group: ir.Value) -> None:
         part, place = code.mul(group, own["size"]), code.add(position, code.mul(group, own["group_stride"]))
-        for source, name in ((keys, "keys"), (values, "values")):
-            code.call(inner.function, [code.at(source, part), code.at(own[name], place), own["size"]])
+        targets = [code.at(own[name], place) for name in ("keys", "values")]
+        _map(code, own["size"], lambda *both: both, reads=[code.at(each, part) for each in sources], writes=targets)
 
     code.for_each(own["groups"], one)
-    code.ret_void()
 
 
-def _add_rotate(module: ir.Module) -> None:
-    """rotate(arguments, row): the first values of each head, in halves: y = x * cos + concat(-x2, x1) * sin."""
-    inner, (low, high, cos, sin, half) = inner_function(module, "rotate_head", [*[POINTER] * 4, INT])
+def _rotate(code: Code, own: Arguments, row: ir.Value) -> None:
+    """The first values of each head, in halves: y = x * cos + concat(-x2, x1) * sin."""
+    start, half = code.at(own["x"], code.mul(row, own["x_stride"])), own["half"]
+    first = code.mul(row, code.mul(half, INT(2)))
+    tables = [code.at(own[name], place) for place in (first, code.add(first, half)) for name in ("cos", "sin")]
 
-    def rotate(index: ir.Value) -> None:
-        first, second, other = _load(inner, low, index), _load(inner, high, index), inner.add(index, half)
-        rotated = inner.fsub(inner.fmul(first, _load(inner, cos, index)), inner.fmul(second, _load(inner, sin, index)))
-        crossed = inner.fadd(inner.fmul(second, _load(inner, cos, other)), inner.fmul(first, _load(inner, sin, other)))
-        _store(inner, rotated, low, index)
-        _store(inner, crossed, high, index)
-
-    inner.for_each(half, rotate)
-    inner.ret_void()
-    code, own, row = item_function(module, "rotate", ROTATE)
-    start, place = code.at(own["x"], code.mul(row, own["x_stride"])), code.mul(row, code.mul(own["half"], INT(2)))
-    tables = [code.at(own[name], place) for name in ("cos", "sin")]
+    def rotate(low: ir.Value, high: ir.Value, *factors: ir.Value) -> list[ir.Value]:
+        cos, sin, other_cos, other_sin = factors
+        rotated = code.fsub(code.fmul(low, cos), code.fmul(high, sin))
+        return [rotated, code.fadd(code.fmul(high, other_cos), code.fmul(low, other_sin))]
 
     def one(head: ir.Value) -> None:
         low = code.at(start, code.mul(head, own["size"]))
-        code.call(inner.function, [low, code.at(low, own["half"]), *tables, own["half"]])
+        halves = [low, code.at(low, half)]
+        _map(code, half, rotate, reads=[*halves, *tables], writes=halves)
 
     code.for_each(own["heads"], one)
-    code.ret_void()
 
 
 def _sigmoid(code: Code, x: ir.Value) -> ir.Value:
-    return code.fdiv(FLOAT(1.0), code.fadd(FLOAT(1.0), code.exp(code.fneg(x))))
+    one = code.like(x, 1.0)
+    return code.fdiv(one, code.fadd(one, code.exp(code.fneg(x))))
 
 
 def _tanh_gelu(code: Code, x: ir.Value) -> ir.Value:
     """x * (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
     cube = code.fmul(code.fmul(x, x), x)
-    inner = code.fmul(code.multiply_add(FLOAT(0.044715), cube, x), FLOAT(2 * math.sqrt(2 / math.pi)))
-    return code.fmul(x, _sigmoid(code, inner))
+    inner = code.multiply_add(code.like(x, 0.044715), cube, x)
+    return code.fmul(x, _sigmoid(code, code.fmul(inner, code.like(x, 2 * math.sqrt(2 / math.pi)))))
 
 
 def _gelu(code: Code, x: ir.Value) -> ir.Value:
     """x * (1 + erf(x / sqrt(2))) / 2, with erf as in Abramowitz and Stegun 7.1.26, whose error is at most 1.5e-7."""
-    z = code.fmul(x, FLOAT(math.sqrt(0.5)))
-    size = code.select(code.fcmp_ordered("<", z, FLOAT(0.0)), code.fneg(z), z)
-    t = code.fdiv(FLOAT(1.0), code.multiply_add(FLOAT(0.3275911), size, FLOAT(1.0)))
-    series = FLOAT(1.061405429)
+    z, one = code.fmul(x, code.like(x, math.sqrt(0.5))), code.like(x, 1.0)
+    is_negative = code.fcmp_ordered("<", z, code.like(x, 0.0))
+    t = code.fdiv(one, code.multiply_add(code.like(x, 0.3275911), code.select(is_negative, code.fneg(z), z), one))
+    series = code.like(x, 1.061405429)
     for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        series = code.multiply_add(series, t, FLOAT(factor))
+        series = code.multiply_add(series, t, code.like(x, factor))
     rest = code.fmul(code.fmul(series, t), code.exp(code.fneg(code.fmul(z, z))))  # 1 - erf(|z|)
-    whole = code.select(code.fcmp_ordered("<", z, FLOAT(0.0)), rest, code.fsub(FLOAT(2.0), rest))
-    return code.fmul(code.fmul(FLOAT(0.5), x), whole)
+    whole = code.select(is_negative, rest, code.fsub(code.like(x, 2.0), rest))
+    return code.fmul(code.fmul(code.like(x, 0.5), x), whole)
+
+
+def _relu(code: Code, x: ir.Value) -> ir.Value:
+    zero = code.like(x, 0.0)
+    return code.select(code.fcmp_ordered("<", x, zero), zero, x)  # NaN stays NaN
 
 
 GATES: dict[str, Callable[[Code, ir.Value], ir.Value]] = {
     "silu": lambda code, x: code.fmul(x, _sigmoid(code, x)),
     "gelu_pytorch_tanh": _tanh_gelu,
     "gelu": _gelu,
-    "relu": lambda code, x: code.select(code.fcmp_ordered("<", x, FLOAT(0.0)), FLOAT(0.0), x),  # NaN stays NaN
+    "relu": _relu,
 }
 
 
-def _add_gate(module: ir.Module, name: str) -> None:
-    """gate_NAME(arguments, row): out = activation(gate) * up. x: gate and up of each row."""
-    inner, (gate, up, out, size) = inner_function(module, f"gated_{name}", [*[POINTER] * 3, INT])
-
-    def multiply(index: ir.Value) -> None:
-        active = GATES[name](inner, _load(inner, gate, index))
-        _store(inner, inner.fmul(active, _load(inner, up, index)), out, index)
-
-    inner.for_each(size, multiply)
-    inner.ret_void()
-    code, own, row = item_function(module, f"gate_{name}", GATE)
+def _gate(code: Code, own: Arguments, row: ir.Value, *, activation: Callable[[Code, ir.Value], ir.Value]) -> None:
+    """out = activation(gate) * up. x: gate and up of each row."""
     gate, out = code.at(own["x"], code.mul(row, own["x_stride"])), code.at(own["out"], code.mul(row, own["size"]))
-    code.call(inner.function, [gate, code.at(gate, own["size"]), out, own["size"]])
-    code.ret_void()
+    reads = [gate, code.at(gate, own["size"])]
+    _map(code, own["size"], lambda gate, up: [code.fmul(activation(code, gate), up)], reads=reads, writes=[out])
+
+
+_ROWS: dict[str, tuple[dict[str, ir.Type], Callable[[Code, Arguments, ir.Value], None]]] = {
+    "norm": (NORM, _norm),
+    "add": (ADD, _add),
+    "store": (STORE, _store_keys),
+    "rotate": (ROTATE, _rotate),
+    **{f"gate_{name}": (GATE, partial(_gate, activation=function)) for name, function in GATES.items()},
+}
 
 
 @cache
 def row_function(name: str) -> int:
-    """The address of "norm", "head_norm", "add", "add_in_place", "rotate", "store" or "gate_NAME". Items are rows."""
-    return _row_functions()(name)
-
-
-@cache
-def _row_functions() -> Callable[[str], int]:
-    module = ir.Module("layers")
-    for add in (_add_norm, _add_add, _add_rotate, _add_store):
-        add(module)
-    for name in GATES:
-        _add_gate(module, name)
-    return compiled(module)
+    """The address of a function (arguments, row) of _ROWS."""
+    kinds, write = _ROWS[name]
+    code, own, row = item_function(ir.Module("layers"), name, kinds)
+    write(code, own, row)
+    code.ret_void()
+    return compiled(code.module, optimizes=write is _norm)(name)  # the others are vectors already
 
 
 def _chunks(size: int) -> list[tuple[int, int]]:

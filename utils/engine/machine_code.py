@@ -6,7 +6,7 @@ thread computes an item never changes its bits.
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from threading import Event, RLock, Thread
 from typing import Any, cast
 
@@ -93,6 +93,10 @@ class Code(ir.IRBuilder):
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
         return self.shuffle_vector(self.insert_element(undefined, value, ir.IntType(32)(0)), undefined, zeros)
 
+    def like(self, x: ir.Value, value: float) -> ir.Value:
+        """A constant float, or a vector of it if x is one."""
+        return ir.Constant(x.type, value if x.type is FLOAT else [value] * x.type.count)
+
     def multiply_add(self, first: ir.Value, second: ir.Value, third: ir.Value) -> ir.Value:
         """first * second + third, fused where the processor can."""
         return self._float_call("fmuladd", first, second, third)
@@ -102,10 +106,7 @@ class Code(ir.IRBuilder):
 
         Cody and Waite's reduction and the polynomial of the Cephes library.
         """
-
-        def constant(value: float) -> ir.Value:
-            return ir.Constant(x.type, value if x.type is FLOAT else [value] * x.type.count)
-
+        constant = partial(self.like, x)
         integers = ir.IntType(32) if x.type is FLOAT else ir.VectorType(ir.IntType(32), x.type.count)
         shift, bias = (ir.Constant(integers, v if x.type is FLOAT else [v] * x.type.count) for v in (23, 127))
         for bound, sign in ((-87.0, ">"), (88.0, "<")):

@@ -50,8 +50,8 @@ def test_norms(size: int) -> None:
 
     def compute(first: int, last: int) -> Tensor:
         own, out = x[first:last], torch.empty(last - first, size + 2)
-        strides = {"x_stride": size + 3, "out_stride": size + 2}
-        run("norm", layers.NORM, len(own), x=own, weight=weight, out=out, size=size, eps=eps, **strides)
+        others = {"x_stride": size + 3, "out_stride": size + 2, "heads": 1, "eps": eps}
+        run("norm", layers.NORM, len(own), x=own, weight=weight, out=out, size=size, **others)
         return out[:, :size]
 
     assert_rows(compute, normed(x[:, :size], weight, eps))
@@ -67,26 +67,27 @@ def test_norms_of_heads(heads: int, size: int) -> None:
     def compute(first: int, last: int) -> Tensor:
         own = x[first:last].clone()
         run(
-            "head_norm", layers.HEAD_NORM, len(own), x=own, x_stride=width, weight=weight, heads=heads, size=size,
-            eps=eps,
+            "norm", layers.NORM, len(own), x=own, x_stride=width, out=own, out_stride=width, weight=weight, heads=heads,
+            size=size, eps=eps,
         )  # fmt: skip
         return own
 
     assert_rows(compute, expected)
 
 
-@pytest.mark.parametrize("name", ["add", "add_in_place"])
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [5, 96])
-def test_sums(name: str, size: int) -> None:
+def test_sums(in_place: bool, size: int) -> None:
     torch.manual_seed(size)
     x, change, scale = torch.randn(ROWS, size), torch.randn(ROWS, size + 4), 0.6
 
     def compute(first: int, last: int) -> Tensor:
-        own, other, out = x[first:last].clone(), change[first:last], torch.empty(last - first, size)
+        own, other = x[first:last].clone(), change[first:last]
+        out = own if in_place else torch.empty(last - first, size)
         run(
-            name, layers.ADD, len(own), x=own, change=other, change_stride=size + 4, out=out, size=size, scale=scale
+            "add", layers.ADD, len(own), x=own, change=other, change_stride=size + 4, out=out, size=size, scale=scale
         )  # fmt: skip
-        return out if name == "add" else own
+        return out
 
     assert_rows(compute, x.double() + scale * change[:, :size].double())
 
