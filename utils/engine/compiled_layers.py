@@ -61,14 +61,13 @@ def _map(code: Code, size: ir.Value, compute: Callable[..., Values], *, reads: V
     whole = code.and_(size, INT(-_LINE))
     for first, count, lanes in ((INT(0), whole, _LINE), (whole, code.sub(size, whole), 1)):
 
-        def step(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def step(index: ir.Value) -> None:
             place, kind = code.add(first, index), ir.VectorType(FLOAT, lanes)  # noqa: B023
             read = [code.load(code.at(pointer, place), typ=kind, align=4) for pointer in reads]
             for value, pointer in zip(compute(*read), writes, strict=True):
                 _store(code, value, pointer, place)
-            return []
 
-        code.repeat(count, [], step, step=lanes, or_never=True)
+        code.for_each(count, step, step=lanes)
 
 
 def _norm(code: Code, own: Arguments, row: ir.Value) -> None:
@@ -362,11 +361,11 @@ class _Update:
             _store(code, result, self._scores, code.add(whole, index))
             return [code.maximum(before[0], result)]
 
-        (four,) = code.repeat(whole, [code.splat(largest, 4)], score_four, step=4, or_never=True)
+        (four,) = code.repeat(whole, [code.splat(largest, 4)], score_four, step=4)
         for half in ([0, 1], [2, 3]), ([0], [1]):
             four = code.maximum(*(_chosen(code, four, four, places) for places in half))
         initial = [code.extract_element(four, _WORD(0))]
-        return code.repeat(code.sub(self._count, whole), initial, score, or_never=True)[0]
+        return code.repeat(code.sub(self._count, whole), initial, score)[0]
 
     def _products(self, query: list[ir.Value], index: ir.Value) -> ir.Value:
         """Four lanes whose sum is the score of a key."""

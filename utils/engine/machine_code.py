@@ -36,32 +36,24 @@ class Code(ir.IRBuilder):
         body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
         *,
         step: int = 1,
-        or_never: bool = False,
     ) -> list[ir.Value]:
-        """Run the body for 0, step, ... below the count, at least once unless `or_never`. It maps values to those of
-        the next round; `initial` are those of the first round. Returns those after the last round.
+        """Run the body for 0, step, ... below the count. It maps values to those of the next round; `initial` are those
+        of the first round. Returns those after the last round.
         """
-        before, start, after = self.block, self.append_basic_block(), self.append_basic_block()
-        if or_never:
-            self.cbranch(self.icmp_unsigned("<", INT(0), count), start, after)
-        else:
-            self.branch(start)
-        self.position_at_end(start)
+        before, test, start, after = self.block, *(self.append_basic_block() for _ in range(3))
+        self.branch(test)
+        self.position_at_end(test)
         index, carried = self.phi(INT), [self.phi(value.type) for value in initial]
+        self.cbranch(self.icmp_unsigned("<", index, count), start, after)
+        self.position_at_end(start)
         results = body(index, [*carried])
-        following, last = self.add(index, INT(step)), self.block
-        for phi, first, value in zip([index, *carried], [INT(0), *initial], [following, *results], strict=True):
+        results = [self.add(index, INT(step)), *results]
+        for phi, first, value in zip([index, *carried], [INT(0), *initial], results, strict=True):
             phi.add_incoming(first, before)
-            phi.add_incoming(value, last)
-        self.cbranch(self.icmp_unsigned("<", following, count), start, after)
+            phi.add_incoming(value, self.block)
+        self.branch(test)
         self.position_at_end(after)
-        if not or_never:
-            return results
-        merged = [self.phi(value.type) for value in initial]
-        for phi, first, value in zip(merged, initial, results, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(value, last)
-        return merged
+        return carried
 
     def for_each(self, count: ir.Value, body: Callable[[ir.Value], object], *, step: int = 1) -> None:
         """Like `repeat`, without values."""

@@ -6,7 +6,7 @@ GGUF files are read by `utils.models.gguf_model`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,12 +92,13 @@ def round_int8(weight: Tensor) -> BlockWeight:
 
     Scales are values of bfloat16, because kernels of PyTorch take no others.
     """
-    rows = _readable(weight)
+    rows, inputs = _readable(weight), weight.shape[1]
+    rows = pad(rows, (0, _LANES - inputs)) if inputs < _LANES else rows
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), 1)
     arguments = words(_ROUND, rows=rows, values=values, scales=scales, inputs=rows.shape[1])
     WORKERS.run(*job_list([(_int8_function(rows.dtype), arguments, len(rows))]))
-    values, scales = (part.to(weight.device) for part in (values, scales))
-    return BlockWeight(values, scales, None, group=weight.shape[1], bits=8)
+    values, scales = (part.to(weight.device) for part in (values[:, :inputs], scales))
+    return BlockWeight(values, scales, None, group=inputs, bits=8)
 
 
 def _readable(weight: Tensor) -> Tensor:
@@ -136,50 +137,37 @@ def _stored(dtype: torch.dtype) -> ir.Type:
     return FLOAT if dtype == torch.float32 else _HALF
 
 
-def _floats(code: Code, rows: ir.Value, index: ir.Value, *, dtype: torch.dtype, lanes: int) -> ir.Value:
-    """Weights in float32 or bfloat16 from one on, as a vector of float32."""
-    stored = _stored(dtype)
-    weights = code.load(code.at(rows, index, stored), typ=ir.VectorType(stored, lanes), align=2)
+def _floats(code: Code, rows: ir.Value, index: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """_LANES weights in float32 or bfloat16 from one on, as a vector of float32."""
+    weights = code.load(code.at(rows, index, _stored(dtype)), typ=ir.VectorType(_stored(dtype), _LANES), align=2)
     return weights if dtype == torch.float32 else code.widened(weights)
 
 
 @cache
 def _int8_function(dtype: torch.dtype) -> int:
-    """The address of round(arguments, row) for weights in float32 or bfloat16."""
+    """The address of round(arguments, row) for weights in float32 or bfloat16, at least _LANES in each row."""
     code, given, row = item_function(ir.Module("rounding"), "round", _ROUND)
-    start, rest = code.mul(row, given["inputs"]), code.urem(given["inputs"], INT(_LANES))
-    whole = code.sub(given["inputs"], rest)
-    # A vector at a time, and what is left one by one.
-    parts = [(start, whole, _LANES), (code.add(start, whole), rest, 1)]
+    start, last = code.mul(row, given["inputs"]), code.sub(given["inputs"], INT(_LANES))
 
-    def largest_of(first: ir.Value, count: ir.Value, lanes: int, least: ir.Value) -> ir.Value:
-        def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
-            weights = _floats(code, given["rows"], code.add(first, index), dtype=dtype, lanes=lanes)
-            return [code.maximum(code.absolute(weights), found[0])]
+    def weights(index: ir.Value) -> tuple[ir.Value, ir.Value]:
+        place = code.add(start, code.smaller(index, last))  # some of the last ones are rounded twice
+        return place, _floats(code, given["rows"], place, dtype)
 
-        return code.largest(code.repeat(count, [code.splat(least, lanes)], compare, step=lanes, or_never=True)[0])
+    def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
+        return [code.maximum(code.absolute(weights(index)[1]), found[0])]
 
-    def write(first: ir.Value, count: ir.Value, lanes: int, scale: ir.Value) -> None:
-        low, high, scales = (code.splat(value, lanes) for value in (FLOAT(-127.0), FLOAT(127.0), scale))
+    def divide(index: ir.Value) -> None:
+        place, values = weights(index)
+        values, high = code.nearest(code.fdiv(values, scale)), _all(FLOAT, 127.0)
+        # A scale that was rounded down gives quotients above 127.
+        values = code.maximum(_all(FLOAT, -127.0), code.select(code.fcmp_ordered("<", values, high), values, high))
+        code.store(code.fptosi(values, ir.VectorType(BYTE, _LANES)), code.at(given["values"], place, BYTE), align=1)
 
-        def divide(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            place = code.add(first, index)
-            values = code.nearest(code.fdiv(_floats(code, given["rows"], place, dtype=dtype, lanes=lanes), scales))
-            # A scale that was rounded down gives quotients above 127.
-            values = code.maximum(low, code.select(code.fcmp_ordered("<", values, high), values, high))
-            values = code.fptosi(values, ir.VectorType(BYTE, lanes))
-            code.store(values, code.at(given["values"], place, BYTE), align=1)
-            return []
-
-        code.repeat(count, [], divide, step=lanes, or_never=True)
-
-    largest = FLOAT(256 * _TINY)  # a row of zeros would be divided by zero
-    for part in parts:
-        largest = largest_of(*part, largest)
-    scale = _bfloat16(code, code.fdiv(largest, FLOAT(127.0)))
-    code.store(scale, code.at(given["scales"], row), align=4)
-    for part in parts:
-        write(*part, scale)
+    least = _all(FLOAT, 256 * _TINY)  # a row of zeros would be divided by zero
+    (largest,) = code.repeat(given["inputs"], [least], compare, step=_LANES)
+    scale = _bfloat16(code, code.fdiv(code.splat(code.largest(largest), _LANES), _all(FLOAT, 127.0)))
+    code.store(code.extract_element(scale, _BITS(0)), code.at(given["scales"], row), align=4)
+    code.for_each(given["inputs"], divide, step=_LANES)
     code.ret_void()
     return compiled(code.module, optimizes=False)("round")
 
@@ -212,11 +200,10 @@ def _all(kind: ir.Type, value: float) -> ir.Value:
 
 
 def _bfloat16(code: Code, value: ir.Value) -> ir.Value:
-    """The nearest value of bfloat16, the even one of two. Of a float or a vector of _LANES."""
-    kind, constant = (_BITS, _BITS) if value.type is FLOAT else (ir.VectorType(_BITS, _LANES), partial(_all, _BITS))
-    bits = code.bitcast(value, kind)
-    up = code.add(constant(0x7FFF), code.and_(code.lshr(bits, constant(16)), constant(1)))
-    return code.bitcast(code.and_(code.add(bits, up), constant(0xFFFF0000)), value.type)
+    """The nearest values of bfloat16, the even ones of two, of a vector of _LANES."""
+    bits = code.bitcast(value, ir.VectorType(_BITS, _LANES))
+    up = code.add(_all(_BITS, 0x7FFF), code.and_(code.lshr(bits, _all(_BITS, 16)), _all(_BITS, 1)))
+    return code.bitcast(code.and_(code.add(bits, up), _all(_BITS, 0xFFFF0000)), value.type)
 
 
 def _transposed(code: Code, rows: Sequence[ir.Value]) -> list[ir.Value]:
@@ -243,7 +230,7 @@ class _Groups:
         code = self._code
         for start in range(0, INT4_GROUP, _LANES):
             places = (INT(group * INT4_GROUP + start) for group in range(_LANES))
-            rows = [_floats(code, source, place, dtype=dtype, lanes=_LANES) for place in places]
+            rows = [_floats(code, source, place, dtype) for place in places]
             for index, weights in enumerate(_transposed(code, rows), start=start):
                 code.store(weights, code.at(self._memory, INT(index), _GROUPS), align=64)
 
