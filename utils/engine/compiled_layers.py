@@ -299,15 +299,13 @@ class _Attention:
     def _finish(self, index: ir.Value) -> None:
         code, out = self._code, self._out(index)
         total = _load(code, self._totals, code.add(code.mul(index, INT(2)), INT(1)))
-        for (start, lanes), part in zip(_chunks(self._size), _vectors(code, out, self._size), strict=True):
+        for (start, lanes), part in zip(_chunks(self._size), _vectors(code, out, _chunks(self._size)), strict=True):
             code.store(code.fdiv(part, code.splat(total, lanes)), code.at(out, INT(start)), align=4)
 
 
-def _vectors(code: Code, pointer: ir.Value, size: int) -> list[ir.Value]:
-    return [
-        code.load(code.at(pointer, INT(start)), typ=ir.VectorType(FLOAT, lanes), align=4)
-        for start, lanes in _chunks(size)
-    ]
+def _vectors(code: Code, pointer: ir.Value, chunks: Sequence[tuple[int, int]]) -> list[ir.Value]:
+    kinds = [(code.at(pointer, INT(start)), ir.VectorType(FLOAT, lanes)) for start, lanes in chunks]
+    return [code.load(place, typ=kind, align=4) for place, kind in kinds]
 
 
 class _Update:
@@ -342,35 +340,28 @@ class _Update:
 
     def _write_scores(self, largest: ir.Value) -> ir.Value:
         """Write the scores of the keys. Returns the largest of them and of those before."""
-        code, query = self._code, _vectors(self._code, self._query, self._size)
+        code, query = self._code, _vectors(self._code, self._query, _chunks(self._size))
         query = [code.fmul(part, code.splat(self._scaling, part.type.count)) for part in query]
-        whole = code.and_(self._count, INT(-4))
+        last = code.sub(self._count, INT(1))
 
         def score_four(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
             for place in range(0, 4 * self._size if self._streams else 0, _LINE):
                 code.prefetch(code.at(self._row(self._values, index), INT(place)))
-            parts = [self._products(query, code.add(index, INT(place))) for place in range(4)]
+            # Behind the last key, its score is written again.
+            parts = [self._products(query, code.smaller(code.add(index, INT(place)), last)) for place in range(4)]
             result = _halves_added(code, *(_halves_added(code, *two, step=2) for two in (parts[:2], parts[2:])), step=1)
             code.store(result, code.at(self._scores, index), align=4)
             return [code.maximum(before[0], result)]
 
-        def score(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
-            parts = [self._products(query, code.add(whole, index))] * 2
-            pair = _halves_added(code, *parts, step=2)
-            result = code.extract_element(_halves_added(code, pair, pair, step=1), _WORD(0))
-            _store(code, result, self._scores, code.add(whole, index))
-            return [code.maximum(before[0], result)]
-
-        (four,) = code.repeat(whole, [code.splat(largest, 4)], score_four, step=4)
+        (four,) = code.repeat(self._count, [code.splat(largest, 4)], score_four, step=4)
         for half in ([0, 1], [2, 3]), ([0], [1]):
             four = code.maximum(*(_chosen(code, four, four, places) for places in half))
-        initial = [code.extract_element(four, _WORD(0))]
-        return code.repeat(code.sub(self._count, whole), initial, score)[0]
+        return code.extract_element(four, _WORD(0))
 
     def _products(self, query: list[ir.Value], index: ir.Value) -> ir.Value:
         """Four lanes whose sum is the score of a key."""
         code, sums = self._code, dict[int, ir.Value]()  # by number of lanes
-        for part, key in zip(query, _vectors(code, self._row(self._keys, index), self._size), strict=True):
+        for part, key in zip(query, _vectors(code, self._row(self._keys, index), _chunks(self._size)), strict=True):
             lanes = part.type.count
             sums[lanes] = code.multiply_add(part, key, sums[lanes]) if lanes in sums else code.fmul(part, key)
         result, *others = (_four_lanes(code, part) for part in sums.values())
@@ -392,22 +383,18 @@ class _Update:
     def _add_values(self, chunks: list[tuple[int, int]], correction: ir.Value) -> None:
         """Multiply chunks of the sums with the correction, and add weighted values to them."""
         code = self._code
-        kinds = [ir.VectorType(FLOAT, lanes) for _, lanes in chunks]
-
-        def read(pointer: ir.Value) -> list[ir.Value]:
-            places = [code.at(pointer, INT(start)) for start, _ in chunks]
-            return [code.load(place, typ=kind, align=4) for place, kind in zip(places, kinds, strict=True)]
 
         def mix(index: ir.Value, before: list[ir.Value]) -> list[ir.Value]:
             for start, _ in chunks if self._streams else []:
                 code.prefetch(code.at(self._row(self._keys, code.add(self._count, index)), INT(start)))
-            weight, parts = _load(code, self._scores, index), read(self._row(self._values, index))
+            weight, parts = _load(code, self._scores, index), _vectors(code, self._row(self._values, index), chunks)
             return [
                 code.multiply_add(code.splat(weight, part.type.count), part, total)
                 for part, total in zip(parts, before, strict=True)
             ]
 
-        totals = [code.fmul(part, code.splat(correction, part.type.count)) for part in read(self._sums)]
+        sums = _vectors(code, self._sums, chunks)
+        totals = [code.fmul(part, code.splat(correction, part.type.count)) for part in sums]
         for (start, _), part in zip(chunks, code.repeat(self._count, totals, mix), strict=True):
             code.store(part, code.at(self._sums, INT(start)), align=4)
 
