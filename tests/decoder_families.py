@@ -119,7 +119,7 @@ def reference_logits(spec: DecoderSpec, tokens: Tensor) -> Tensor:
     """Logits (T, V) of the tokens (T,) without a cache, in the number format of the spec's weights."""
     positions = torch.arange(len(tokens))
     tables = [rope(positions) for rope in spec.ropes]
-    x = F.embedding(tokens, spec.embedding.weight) * spec.embedding_scale
+    x = F.embedding(tokens, spec.embedding) * spec.embedding_scale
     for layer in spec.layers:
         table = None if layer.rope is None else tables[layer.rope]
         attended = _linear(layer.output, _attention(spec, layer, _norm(layer.input_norm, x), table))

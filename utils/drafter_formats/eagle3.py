@@ -191,7 +191,7 @@ class Eagle3(StepwiseDrafter):
             head_dim=size,
             rotary_dim=size,
             vocabulary=cast(Any, self.lm_head).rows.out_features,
-            embedding=cast(nn.Embedding, self.embed_tokens),
+            embedding=cast(nn.Embedding, self.embed_tokens).weight,
             embedding_scale=1.0,
             layers=tuple(self._layer_spec(index, layer) for index, layer in attending),
             ropes=(partial(rotary_table, rotary, None),),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu")  # functions between the projections of an MLP
 
@@ -80,7 +80,6 @@ class DecoderSpec:
 
     Rotary positions rotate the first rotary_dim values of each head in halves, as Llama does:
     y = x * cos + concat(-x2, x1) * sin. softcap(z) = logit_softcap * tanh(z / logit_softcap), or z if it is None.
-    embedding: never one that multiplies by a scale itself.
     """
 
     hidden_size: int
@@ -89,7 +88,7 @@ class DecoderSpec:
     head_dim: int
     rotary_dim: int
     vocabulary: int
-    embedding: nn.Embedding
+    embedding: Tensor
     embedding_scale: float
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeTable, ...]

@@ -61,8 +61,7 @@ class SlotDecoder:
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
-        weight = spec.embedding.weight
-        self._dtype, self._device = weight.dtype, weight.device
+        self._dtype, self._device = spec.embedding.dtype, spec.embedding.device
         self._spec, self._final_norm, self.hidden_size = spec, self._converted(spec.final_norm), spec.hidden_size
         self._layers = [self._joined(layer) for layer in spec.layers]
         self._windows = {layer.window for layer in spec.layers}
@@ -92,7 +91,7 @@ class SlotDecoder:
 
     def _run(self, slot: Slot, ids: Tensor, shared: _Pass, *, hidden: bool, keep: int) -> Outputs:
         spec, states = self._spec, []
-        x = F.embedding(ids[0], spec.embedding.weight)  # (T, hidden)
+        x = F.embedding(ids[0], spec.embedding)  # (T, hidden)
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale
         for layer, pair in zip(self._layers, slot.pairs, strict=True):

@@ -39,7 +39,7 @@ class SlotDrafter(SlotDecoder):
         def run() -> tuple[Tensor, Tensor]:
             with sdpa_kernel(BACKENDS):
                 shared = self._shared(slot.position + columns[: len(tokens)], columns, tables)
-                embedded = F.embedding(tokens, self._spec.embedding.weight).to(states.dtype)
+                embedded = F.embedding(tokens, self._spec.embedding).to(states.dtype)
                 x, attending = states, iter(zip(self._layers, slot.pairs, strict=True))
                 for joined, mixture in zip(inputs, self._mixtures, strict=True):
                     residual, given = (x, x) if joined is None else _joined_input(joined, embedded, x)

@@ -89,7 +89,7 @@ class LeanDecoder(EngineForward):
         """
         spec, (batch, count) = self._spec, ids.shape
         program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
-        x = embedding(ids, spec.embedding.weight).reshape(batch * count, -1).float()
+        x = embedding(ids, spec.embedding).reshape(batch * count, -1).float()
         torch.mul(x, spec.embedding_scale, out=program.states[0])
         program.follow(past, self.rotary, cache.layers)
         program.run(fills=in_prefill() and not every)

@@ -164,6 +164,7 @@ class _Reader:
 
     def read(self) -> DecoderSpec:
         """Return the spec. Raises Unreadable if something of the model has no place in it."""
+        embedded: nn.Embedding = self.model.model.embed_tokens
         head = self.linear("lm_head", self.model.lm_head.out_features, self.hidden)
         layers = tuple(self.layer(index) for index in range(self.config.num_hidden_layers))
         ropes = tuple(self.rope(layer_type) for layer_type in self.rope_types)
@@ -174,7 +175,7 @@ class _Reader:
             head_dim=self.head_dim,
             rotary_dim=self.rotary_dim(ropes),
             vocabulary=len(head.weight),
-            embedding=self.embedding("model.embed_tokens"),
+            embedding=self.tensor("model.embed_tokens.weight", embedded.num_embeddings, self.hidden),
             embedding_scale=self.embedding_scale(),
             layers=layers,
             ropes=ropes,
@@ -271,16 +272,6 @@ class _Reader:
             raise Unreadable(f"its parameter {name} has the shape {tuple(tensor.shape)}, not {shape}")
         self._read.add(name)
         return tensor
-
-    def embedding(self, name: str) -> nn.Embedding:
-        """Return the embedding, without a scale of its own."""
-        module = self.model.get_submodule(name)
-        self.tensor(f"{name}.weight", len(module.weight), self.hidden)
-        if type(module) is nn.Embedding:
-            return module
-        plain = nn.Embedding(len(module.weight), self.hidden, device="meta")
-        plain.weight = module.weight
-        return plain
 
     def embedding_scale(self) -> float:
         """Return the factor of the embedded tokens, rounded to the format in which the model multiplies."""
