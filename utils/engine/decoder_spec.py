@@ -70,6 +70,11 @@ class LayerSpec:
     scaling: float
     residual_scale: float = 1.0
 
+    def with_parts(self, kind: type, change: Callable[[Any], Any]) -> "LayerSpec":
+        """The same with all parts of a kind changed, norms or linear layers."""
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(self, **{name: change(part) for name, part in parts if isinstance(part, kind)})
+
 
 RopeTable = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions (T,) -> cos, sin: (T, rotary_dim), float32
 
@@ -97,9 +102,14 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
+    def with_linears(self, change: Callable[[Linear], Linear]) -> "DecoderSpec":
+        """The same with changed linear layers."""
+        layers = tuple(layer.with_parts(Linear, change) for layer in self.layers)
+        return replace(self, layers=layers, head=change(self.head))
+
     def without_weights(self) -> "DecoderSpec":
         """The same without the matrices of linear layers, so that they can be freed. Embedding and norms stay."""
-        return replace(self, layers=tuple(map(_without_weights, self.layers)), head=_emptied(self.head))
+        return self.with_linears(lambda linear: replace(linear, weight=torch.empty(0), bias=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +136,3 @@ class DraftSpec:
     inputs: tuple[JoinedInput | None, ...]
     mixtures: tuple[Linear | None, ...]
     norm_before_head: bool
-
-
-def _without_weights(layer: LayerSpec) -> LayerSpec:
-    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    linears: dict[str, Any] = {name: _emptied(part) for name, part in parts.items() if isinstance(part, Linear)}
-    return replace(layer, **linears)
-
-
-def _emptied(linear: Linear) -> Linear:
-    return replace(linear, weight=torch.empty(0), bias=None)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,12 +179,8 @@ class SlotDecoder:
         return table
 
     def _joined(self, layer: LayerSpec) -> _Layer:
-        names = ("input_norm", "query_norm", "key_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-        norms: dict[str, Any] = {
-            name: self._converted(own) for name in names if (own := getattr(layer, name)) is not None
-        }
         qkv, gate_up = joined([layer.query, layer.key, layer.value]), joined([layer.gate, layer.up])
-        return _Layer(replace(layer, **norms), qkv, gate_up)
+        return _Layer(layer.with_parts(Norm, self._converted), qkv, gate_up)
 
     def _converted(self, norm: Norm) -> Norm:
         """A norm in the model's number format if that holds its weight; another one is computed in float32."""

@@ -4,7 +4,6 @@ Its modules launch about 40 kernels for a draft from Python, which takes longer 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from utils.decode.engine_forward import CompiledEntries
-from utils.engine.decoder_spec import DecoderSpec, JoinedInput, LayerSpec, Linear
+from utils.engine.decoder_spec import JoinedInput, Linear
 from utils.engine.graph_cache import GraphCache, Graphs, Recording, Replays, Slot, SlotPool
 from utils.engine.graph_decoder import BACKENDS, SlotDecoder, normed
 
@@ -26,7 +25,7 @@ class SlotDrafter(SlotDecoder):
 
     def __init__(self, model: Any) -> None:
         self._model, draft = model, model.draft_spec()
-        super().__init__(_with_weights(model, draft.decoder))
+        super().__init__(draft.decoder.with_linears(partial(_weighted, model)))
         self._mixtures = [None if mixture is None else _weighted(model, mixture) for mixture in draft.mixtures]
 
     def entries(self, slot: Slot, states: Tensor, tokens: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -119,17 +118,6 @@ def _joined_input(joined: JoinedInput, embedded: Tensor, x: Tensor) -> tuple[Ten
     state = normed(joined.state_norm, x)
     read = torch.cat([normed(joined.token_norm, embedded), state], dim=-1)
     return (state if joined.normed_residual else x), read
-
-
-def _with_weights(model: nn.Module, spec: DecoderSpec) -> DecoderSpec:
-    """The spec with the weights of the model's linear layers, which the spec names."""
-
-    def filled(layer: LayerSpec) -> LayerSpec:
-        names = ("query", "key", "value", "output", "gate", "up", "down")
-        linears: dict[str, Any] = {name: _weighted(model, getattr(layer, name)) for name in names}
-        return replace(layer, **linears)
-
-    return replace(spec, layers=tuple(map(filled, spec.layers)), head=_weighted(model, spec.head))
 
 
 def _weighted(model: nn.Module, linear: Linear) -> Linear:
