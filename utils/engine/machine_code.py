@@ -16,6 +16,8 @@ from llvmlite import ir
 from torch import Tensor
 
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
+STORED = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}  # as `Code.floats` reads them
+_WORD = ir.IntType(32)
 NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
 _TICKET, _COMPLETED, _SERVING, _OTHERS, _RUNNING = 0, _LINE, 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
@@ -73,11 +75,14 @@ class Code(ir.IRBuilder):
         word = ir.IntType(32)
         self._intrinsic("prefetch.p0", ir.VoidType(), [pointer, word(0), word(3), word(1)])
 
-    def widened(self, x: ir.Value) -> ir.Value:
-        """float32 of the bits of bfloat16, both in a vector."""
-        kind = ir.VectorType(ir.IntType(32), x.type.count)
-        bits = self.shl(self.zext(x, kind), ir.Constant(kind, [16] * x.type.count))
-        return self.bitcast(bits, ir.VectorType(FLOAT, x.type.count))
+    def floats(self, pointer: ir.Value, kind: str, lanes: int) -> ir.Value:
+        """A vector of float32, from values of a kind in STORED."""
+        x, words = self.load(pointer, typ=ir.VectorType(STORED[kind], lanes), align=1), ir.VectorType(_WORD, lanes)
+        if kind == "float16":
+            return self.fpext(x, ir.VectorType(FLOAT, lanes))
+        if kind == "bfloat16":
+            x = self.shl(self.zext(x, words), ir.Constant(words, [16] * lanes))
+        return self.bitcast(x, ir.VectorType(FLOAT, lanes))
 
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
         """A vector of equal values."""

@@ -20,6 +20,7 @@ from utils.engine.machine_code import (
     FLOAT,
     INT,
     POINTER,
+    STORED,
     Code,
     compiled,
     cpu_features,
@@ -97,29 +98,16 @@ class PackedForm:
         return [inputs // 2, 2 * inputs // self.rounded, groups * self.has_shifts] if self.rounded else [0, 0, 0]
 
 
-def _vector(code: Code, pointer: ir.Value, kind: ir.Type) -> ir.Value:
-    return code.load(pointer, typ=ir.VectorType(kind, LANES), align=1)
-
-
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
     """The values of one input, or those of a word of inputs as pairs of 16 bits."""
-    if form.rounded:
-        return code.load(pointer, typ=_PAIRS, align=1)
-    stored = _vector(code, pointer, FLOAT if form.kind == "float32" else _HALF)
-    return stored if form.kind == "float32" else code.widened(stored)
+    return code.load(pointer, typ=_PAIRS, align=1) if form.rounded else code.floats(pointer, form.kind, LANES)
 
 
 def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The scales and shifts of a group of each output. place: of their first."""
-    kind = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}[form.scales]
-
-    def read(name: str) -> ir.Value:
-        stored = _vector(code, code.at(own[name], place, kind), kind)
-        if form.scales == "float16":
-            return code.fpext(stored, _FLOATS)
-        return code.widened(stored) if form.scales == "bfloat16" else stored
-
-    return read("scales"), read("shifts") if form.has_shifts else _ZERO
+    pointers = [code.at(own[name], place, STORED[form.scales]) for name in ("scales", "shifts")[: 1 + form.has_shifts]]
+    scales, *shifts = (code.floats(pointer, form.scales, LANES) for pointer in pointers)
+    return scales, shifts[0] if shifts else _ZERO
 
 
 def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
@@ -170,7 +158,7 @@ class _Tile:
         totals = code.repeat(groups, self._zeros, self._add_group) if self._form.rounded else self._sums_of_floats()
         for place, total in enumerate(totals):
             own, row = self._blocks[place // self._rows], place % self._rows
-            total = code.fadd(total, _vector(code, own["bias"], FLOAT)) if self._form.has_bias else total
+            total = code.fadd(total, code.floats(own["bias"], "float32", LANES)) if self._form.has_bias else total
             code.store(total, code.at(own["out"], code.mul(self._given["out_stride"], INT(row))), align=4)
         code.ret_void()
         return code.function
@@ -272,7 +260,7 @@ def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: i
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
     values = code.mul(block, _block_bytes(code, form, given))
-    kind = FLOAT if form.scales == "float32" else ir.IntType(16)
+    kind = STORED[form.scales]
     return given | {
         "values": code.at(given["values"], values, BYTE),
         "scales": code.at(given["scales"], place, kind),

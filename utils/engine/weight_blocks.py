@@ -19,6 +19,7 @@ from utils.engine.machine_code import (
     FLOAT,
     INT,
     POINTER,
+    STORED,
     WORKERS,
     Code,
     compiled,
@@ -96,7 +97,7 @@ def round_int8(weight: Tensor) -> BlockWeight:
     rows = pad(rows, (0, _LANES - inputs)) if inputs < _LANES else rows
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), 1)
     arguments = words(_ROUND, rows=rows, values=values, scales=scales, inputs=rows.shape[1])
-    WORKERS.run(*job_list([(_int8_function(rows.dtype), arguments, len(rows))]))
+    WORKERS.run(*job_list([(_int8_function(_kind(rows)), arguments, len(rows))]))
     values, scales = (part.to(weight.device) for part in (values[:, :inputs], scales))
     return BlockWeight(values, scales, None, group=inputs, bits=8)
 
@@ -105,6 +106,10 @@ def _readable(weight: Tensor) -> Tensor:
     """A weight as machine code reads it."""
     rows = weight.detach().cpu().contiguous()
     return rows if rows.dtype == torch.bfloat16 else rows.float()
+
+
+def _kind(rows: Tensor) -> str:
+    return str(rows.dtype).removeprefix("torch.")
 
 
 def round_int4(weight: Tensor) -> BlockWeight:
@@ -121,7 +126,7 @@ def round_int4(weight: Tensor) -> BlockWeight:
     values = torch.empty(groups.shape, dtype=torch.uint8)
     scales, middles = torch.empty(2, len(groups), dtype=torch.bfloat16)
     arguments = words(_ROUND_GROUPS, rows=groups, values=values, scales=scales, middles=middles, groups=len(groups))
-    WORKERS.run(*job_list([(_int4_function(groups.dtype), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
+    WORKERS.run(*job_list([(_int4_function(_kind(groups)), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
     values, scales, middles = (
         part[:count].view(len(weight), -1).to(weight.device) for part in (values, scales, middles)
     )
@@ -133,25 +138,15 @@ _ROUND = {"rows": POINTER, "values": POINTER, "scales": POINTER, "inputs": INT}
 _ROUND_GROUPS = {"rows": POINTER, "values": POINTER, "scales": POINTER, "middles": POINTER, "groups": INT}
 
 
-def _stored(dtype: torch.dtype) -> ir.Type:
-    return FLOAT if dtype == torch.float32 else _HALF
-
-
-def _floats(code: Code, rows: ir.Value, index: ir.Value, dtype: torch.dtype) -> ir.Value:
-    """_LANES weights in float32 or bfloat16 from one on, as a vector of float32."""
-    weights = code.load(code.at(rows, index, _stored(dtype)), typ=ir.VectorType(_stored(dtype), _LANES), align=2)
-    return weights if dtype == torch.float32 else code.widened(weights)
-
-
 @cache
-def _int8_function(dtype: torch.dtype) -> int:
+def _int8_function(kind: str) -> int:
     """The address of round(arguments, row) for weights in float32 or bfloat16, at least _LANES in each row."""
     code, given, row = item_function(ir.Module("rounding"), "round", _ROUND)
     start, last = code.mul(row, given["inputs"]), code.sub(given["inputs"], INT(_LANES))
 
     def weights(index: ir.Value) -> tuple[ir.Value, ir.Value]:
         place = code.add(start, code.smaller(index, last))  # some of the last ones are rounded twice
-        return place, _floats(code, given["rows"], place, dtype)
+        return place, code.floats(code.at(given["rows"], place, STORED[kind]), kind, _LANES)
 
     def compare(index: ir.Value, found: list[ir.Value]) -> list[ir.Value]:
         return [code.maximum(code.absolute(weights(index)[1]), found[0])]
@@ -173,7 +168,7 @@ def _int8_function(dtype: torch.dtype) -> int:
 
 
 @cache
-def _int4_function(dtype: torch.dtype) -> int:
+def _int4_function(kind: str) -> int:
     """The address of round(arguments, item) for weights in float32 or bfloat16. An item is _LANES * _ITEM groups."""
     code, given, item = item_function(ir.Module("rounding"), "round", _ROUND_GROUPS)
     memory = code.alloca(_GROUPS, INT4_GROUP)
@@ -183,7 +178,7 @@ def _int4_function(dtype: torch.dtype) -> int:
     def round_groups(index: ir.Value) -> None:
         first = code.smaller(code.add(start, index), last)  # some of the last groups are rounded twice
         groups = _Groups(code, memory)
-        groups.read(code.at(given["rows"], code.mul(first, INT(INT4_GROUP)), _stored(dtype)), dtype)
+        groups.read(code.at(given["rows"], code.mul(first, INT(INT4_GROUP)), STORED[kind]), kind)
         scale, middle = groups.best()
         groups.write(code.at(given["values"], code.mul(first, INT(INT4_GROUP)), BYTE), scale, middle)
         for name, factors in (("scales", scale), ("middles", middle)):
@@ -225,12 +220,12 @@ class _Groups:
     def __init__(self, code: Code, memory: ir.Value) -> None:
         self._code, self._memory = code, memory
 
-    def read(self, source: ir.Value, dtype: torch.dtype) -> None:
+    def read(self, source: ir.Value, kind: str) -> None:
         """Bring the weights of each group, which lie beside each other, into its lane."""
         code = self._code
         for start in range(0, INT4_GROUP, _LANES):
-            places = (INT(group * INT4_GROUP + start) for group in range(_LANES))
-            rows = [_floats(code, source, place, dtype) for place in places]
+            places = (code.at(source, INT(group * INT4_GROUP + start), STORED[kind]) for group in range(_LANES))
+            rows = [code.floats(place, kind, _LANES) for place in places]
             for index, weights in enumerate(_transposed(code, rows), start=start):
                 code.store(weights, code.at(self._memory, INT(index), _GROUPS), align=64)
 
