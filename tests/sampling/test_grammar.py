@@ -28,6 +28,8 @@ from transformers import PreTrainedTokenizerFast
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage
 from sampling import RULES, AdaptiveGamma, HeadSession, ModelDrafter, autoregressive_steps, speculative_steps
 from sampling.beam_search import BeamWidth, beam_search_steps
+from utils.commands.experiments import speed_model
+from utils.commands.experiments.speed_model import Prediction
 from utils.comparison.arms import LocalArm, ids_of
 from utils.comparison.strategies import STRATEGIES, Job
 from utils.config.settings import Settings
@@ -425,6 +427,20 @@ def test_replayed_rounds_are_those_of_real_runs(request_fields: str, word: str) 
         assert [kept(one) for one in rounds] == [kept(one) for one in steps]
         forced += sum(one.accepted_forced for one in steps)
     assert forced > 3
+
+
+def test_predicted_times_include_the_masks_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, settings = pair_of("model"), Settings(request=ANY_OBJECT, length=30)
+    job = Job(ids_of(pair, "Hi", settings), pair, settings, NGramStorage(3, 300))
+    run, found = collect(next(row for row in STRATEGIES if row.is_baseline).steps(job)), list[list[Prediction]]()
+    assert 0 < speed_model.mask_seconds(job.grammar(), run.tokens, pair.target) < 1  # type: ignore[arg-type]
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr(speed_model, "mask_seconds", lambda *_: seconds)  # noqa: B023
+        events = speed_model.predictions(job, [strategy_of("loaded", pair)], run, "")
+        found.append([event for event in events if isinstance(event, Prediction)])
+    drafted = [sum(len(step.drafted) for step in one.steps) for one in found[0]]
+    assert [two.seconds - one.seconds for one, two in zip(*found, strict=True)] == pytest.approx(drafted)
+    assert max(drafted) > 9 and found[1][1].speedup < found[0][1].speedup
 
 
 def kept(step: Step) -> tuple[Any, ...]:

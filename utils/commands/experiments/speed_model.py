@@ -9,6 +9,7 @@ the target's own run.
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -28,6 +29,8 @@ from utils.comparison.harness import LastPrompt
 from utils.comparison.records import Countdown, Progress
 from utils.comparison.strategies import Job, Strategy
 from utils.decode.drafts import Draft
+from utils.decode.grammar import Grammar
+from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.errors import UserError
@@ -118,6 +121,7 @@ def _build(job: Job, strategy: Strategy, gamma: int | None) -> BuiltDrafter:
     return replace(own, prefills=None, stopwatch=None, tracer=None).build_drafter()
 
 
+MASKED = 32  # tokens whose masks are timed
 MANY_DECLINED = 0.5  # share of rounds without drafts above which declining is the limit
 CAUSES = {
     "drafting": "the cost of drafting",
@@ -186,6 +190,7 @@ def predictions(
     timing, tokens, prompt = TargetTiming.of(run), run.tokens, len(job.prompt)
     # Times grow linearly with the context, so the costs in the middle of the run are the mean costs.
     costs = (job.settings.costs or Costs()).at(prompt + len(tokens) // 2)
+    masking = 0.0 if (grammar := job.grammar()) is None else mask_seconds(grammar, tokens, job.pair.target)
     for event in replay_events(job, strategies, tokens, where):
         if isinstance(event, Progress):
             yield event
@@ -195,8 +200,16 @@ def predictions(
         drafts = [(timing.kind or strategy.drafter_label(job.pair), timing.drafts) for timing in timings]
         drafting = sum(count * costs.draft_cost(kind) for kind, count in drafts)
         drafting += sum(costs.reading_cost(kind, prompt) for kind in {kind for kind, count in drafts if count})
-        seconds = timing.predict(steps, costs, drafting)
+        seconds = timing.predict(steps, costs, drafting) + masking * sum(len(step.drafted) for step in steps)
         yield Prediction(strategy, gamma, steps, seconds, timing.alone(len(tokens)) / seconds)
+
+
+def mask_seconds(grammar: Grammar, tokens: list[int], target: Any) -> float:
+    """The time that a grammar takes for a token. A decode step includes it, and every draft adds it to a round."""
+    some = tokens[:MASKED]
+    logits, start = torch.zeros(len(some), vocabulary_size(target)), perf_counter()
+    grammar.masked(logits, some)
+    return (perf_counter() - start) / len(some)
 
 
 @dataclass(frozen=True, slots=True)
