@@ -1,4 +1,4 @@
-"""The KV caches of recorded forward passes: buffers of fixed addresses, and views of them for eager passes.
+"""Recorded passes, and their KV caches: buffers of fixed addresses, and views of them for eager passes.
 
 A graph repeats the same operations on the same addresses, so buffers and graphs form a slot, which outlives the cache
 of a run.
@@ -16,12 +16,12 @@ from transformers.cache_utils import DynamicLayer
 from utils.decode.kv_cache import GrowingLayer
 
 SMALLEST = 512  # positions of a slot; longer ones have twice as many each time
+SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
 Outputs = tuple[Tensor, ...]
 Graphs = dict[tuple[Any, ...], tuple[Outputs, Any]]  # inputs and graph by what was recorded
 # Where a graph is or will be, its key, which begins with a number of rows, its inputs of up to so many rows, and what
 # makes the pass over tensors like these.
 Recording = tuple[Graphs, tuple[Any, ...], Outputs, Callable[..., Callable[[], Outputs]]]
-SPARE_SLOTS = 2  # kept of each capacity; a self-test needs more at a time than a run
 
 
 class Slot:
