@@ -126,9 +126,7 @@ class Distillation:
         self._new_generator = partial(PageGenerator, model, script, layers, length=self._plan.length)
         self._generator = self._new_generator()
         self._speed = self._generator.speed(plan.page)  # of PyTorch, which trains
-        self._pages = -(-plan.tokens // plan.page)  # of training text
         self._token_bytes = 2 * len(layers) * self._target.lm_head.shape[1]  # of a token's hidden states
-        self._held_out_size = max(self._plan.length, plan.page // HELD_OUT_SHARE)
         self._held_out_pages = 1 if questions else len(SHARES)  # one for each length of conversations
 
     def run(self) -> None:
@@ -168,6 +166,15 @@ class Distillation:
             shutil.rmtree(finished, ignore_errors=True)
 
     @property
+    def _pages(self) -> int:
+        """The number of pages of training text."""
+        return -(-self._plan.tokens // self._plan.page)
+
+    @property
+    def _held_out_size(self) -> int:
+        return max(self._plan.length, self._plan.page // HELD_OUT_SHARE)
+
+    @property
     def _training_has_begun(self) -> bool:
         return (self._options.work / STATE_FILE).is_file()
 
@@ -184,9 +191,20 @@ class Distillation:
             engine = None
         if engine is not None:
             self._generator = generator
-        plan = replace(self._options.plan, engine=PLAIN if engine is None else INVARIANT)
+        if not known:
+            self._fit_pages()
+        plan = replace(self._options.plan, engine=PLAIN if engine is None else INVARIANT, page=self._plan.page)
         self._options = replace(self._options, plan=plan)
         return engine
+
+    def _fit_pages(self) -> None:
+        """Make pages smaller as long as the first ones would take longer than --hours leave for the generation."""
+        limit = self._plan.hours * 3600 * GENERATION_SHARE
+        while limit and self._plan.page // 2 >= self._plan.batch:
+            seconds = [self._generator.seconds(self._held_out_size, number) for number in range(self._held_out_pages)]
+            if sum(seconds) + self._generator.seconds(self._plan.page, 0) <= limit:
+                return
+            self._plan = replace(self._plan, page=self._plan.page // 2)
 
     def _check_budget(self) -> None:
         """Raise UserError if memory or disk do not suffice, with what would."""

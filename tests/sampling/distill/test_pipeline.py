@@ -281,6 +281,18 @@ def test_conversations_that_are_too_short_are_refused(target, tmp_path, capsys):
     assert "--length 40" in message_of(capsys)
 
 
+@pytest.mark.parametrize(("hours", "page"), [("0.3", 576), ("0.2", 288), ("0.01", 144)])
+def test_pages_are_no_larger_than_the_time_for_generation_allows(target, tmp_path, monkeypatch, hours, page):
+    """With the held-out ones, pages of 576, 288 and 144 tokens take 384, 224 and 176 seconds; 486, 324 and 16 are left
+    for them. A page has whole conversations, and no fewer tokens than a training step.
+    """
+    monkeypatch.setattr("sampling.distill.students.install_engine", lambda model: None)
+    monkeypatch.setattr(PageGenerator, "seconds", lambda self, size, number: float(size) / 3)
+    assert run(target, tmp_path, "--batch", "96", "--hours", hours, "--keep") == 0
+    assert json.loads((tmp_path / "work" / "plan.json").read_text())["page"] == page
+    assert {len(load_file(file)["tokens"].flatten()) for file in tmp_path.glob("work/pages/*")} == {page // 96 * 96}
+
+
 def test_prompts_without_room_for_an_answer_are_refused(target, tmp_path, capsys):
     """The drafter was trained on nothing, and its card had no figures."""
     (tmp_path / "questions.txt").write_text("What? " * 99)
