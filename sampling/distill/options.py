@@ -17,7 +17,7 @@ USUAL_STEPS = {"eagle3": 3, "block": 5}  # by kind
 COUNT_FLAGS = {
     "tokens": "tokens to generate for training",
     "length": "tokens of the longest conversations; others have a half or an eighth of it",
-    "page": "tokens generated in parallel",
+    "page": "tokens generated in parallel, or fewer if --hours are short",
     "batch": "tokens per training step",
     "passes": "training passes over the generated text",
     "vocabulary": "number of token ids that the drafter can draft",

@@ -172,6 +172,7 @@ class Distillation:
 
     @property
     def _held_out_size(self) -> int:
+        """The number of tokens of a held-out page."""
         return max(self._plan.length, self._plan.page // HELD_OUT_SHARE)
 
     @property

@@ -39,7 +39,7 @@ class EngineForward(Protocol):
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
     def narrow(self, outputs: int) -> None:
-        """Return the first logits alone from now on, so many, if that saves time."""
+        """Return only the first `outputs` logits from now on, if that saves time."""
         return
 
     def prepare(self, first: int, last: int) -> None:

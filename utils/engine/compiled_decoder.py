@@ -168,7 +168,7 @@ class DecoderProgram:
             column += kernel.outputs
 
     def _norm(self, norm: Norm | None, x: Tensor, out: Tensor, *, columns: int = 0) -> Tensor:
-        """The tensor that holds the norm of x. columns: of several heads, as many as the weight has values in each."""
+        """The tensor that holds the norm of x. columns: of several heads, each as wide as the weight."""
         if norm is None:
             return x
         size = norm.weight.numel()

@@ -71,7 +71,7 @@ class LayerSpec:
     residual_scale: float = 1.0
 
     def with_parts(self, kind: type, change: Callable[[Any], Any]) -> "LayerSpec":
-        """The same with all parts of a kind changed, norms or linear layers."""
+        """The same layer with all parts of one kind, norms or linear layers, changed."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
         return replace(self, **{name: change(part) for name, part in parts if isinstance(part, kind)})
 
@@ -103,7 +103,7 @@ class DecoderSpec:
     logit_softcap: float | None = None
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "DecoderSpec":
-        """The same with changed linear layers."""
+        """The same decoder with all of its linear layers changed."""
         layers = tuple(layer.with_parts(Linear, change) for layer in self.layers)
         return replace(self, layers=layers, head=change(self.head))
 

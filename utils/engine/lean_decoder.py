@@ -72,7 +72,7 @@ class LeanDecoder(EngineForward):
         return LeanDecoder(spec, self._products[:depth], self._head, cut)
 
     def narrow(self, outputs: int) -> None:
-        """Compute the first outputs of the head alone."""
+        """Compute only the first outputs of the head."""
         self._head = self._head.first(outputs)
 
     def _takes(self, cache: Any) -> bool:

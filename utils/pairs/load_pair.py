@@ -285,7 +285,7 @@ def _load_published(
 
 
 def _draft_once(drafter: FeatureDrafter, target: PreTrainedModel) -> None:
-    """Raise whatever a drafter raises whose config does not fit its tensors, before a text depends on it."""
+    """Draft one token, so that a config that does not fit the tensors is reported when the drafter is loaded."""
     size = len(drafter.feature_layers) * target.config.get_text_config(decoder=True).hidden_size
     session, context = feature_session(drafter), [0, 0]
     session.begin(context)

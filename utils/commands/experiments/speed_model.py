@@ -3,7 +3,7 @@ run.
 
 Leviathan et al. 2023, section 3.3, with measured costs: a round of k drafts takes 1 + v(k) + c k decode steps, where
 v(k) is the extra time of a verify pass with k drafts and c the time of one draft. The time of a decode step comes from
-the target's own run.
+the target's own run. Under a response format, each draft adds the time of a mask.
 """
 
 from collections.abc import Iterator, Sequence
