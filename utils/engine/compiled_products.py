@@ -18,10 +18,9 @@ from utils.engine.product_code import (
     PREPARED,
     WORDS,
     PackedForm,
-    most_rows,
     product_functions,
     rounded_at_once,
-    tile_shapes,
+    tile_of,
 )
 from utils.engine.weight_blocks import BlockWeight
 
@@ -162,8 +161,8 @@ class CompiledKernel:
         `stride` values apart. All tensors must live as long as the jobs.
         """
         blocks = self.width // LANES
-        at_once, tiles = max(tile_shapes(self.form)), -(-rows // most_rows(self.form))
-        span = -(-blocks // (ITEMS * at_once)) * at_once
+        tile_rows, tile_blocks = tile_of(self.form, rows, blocks)
+        span = -(-blocks // (ITEMS * tile_blocks)) * tile_blocks
         arguments = words(
             ARGUMENTS,
             **self._scratch_parts(x, scratch, rows),
@@ -179,8 +178,9 @@ class CompiledKernel:
             groups=self.inputs // self._group,
             blocks=blocks,
             rows=rows,
-            tile=-(-rows // tiles),  # tiles of nearly equal size
             span=span,
+            tile_rows=tile_rows,
+            tile_blocks=tile_blocks,
         )
         first = [(self._prepare, arguments, rows)] if self._prepare else []
         return [*first, (self._block, arguments, -(-blocks // span))]

@@ -13,6 +13,7 @@ processors multiply pairs of such integers and add the products in one or two in
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from llvmlite import ir
 
 from utils.engine.machine_code import (
@@ -53,7 +54,8 @@ _TILE_ARGUMENTS = {
     "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
     "share": INT,  # how many: one of 2^share parts of each block
 }
-ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "tile": INT, "span": INT}
+ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "span": INT}
+ARGUMENTS |= {"tile_rows": INT, "tile_blocks": INT}
 PREPARED = ("x", "steps", "sums")  # what is in scratch memory
 IN_WORD = {"uint4": 8, "int8": 4, "uint8": 4}  # values of adjacent inputs that are 32 bits together
 
@@ -96,6 +98,17 @@ class PackedForm:
     def prepared(self, inputs: int, groups: int) -> list[int]:
         """Sizes of what is prepared for so many inputs in groups, in values of 4 bytes, in the order of PREPARED."""
         return [inputs // 2, 2 * inputs // self.rounded, groups * self.has_shifts] if self.rounded else [0, 0, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What a tile computes at once. rows: numbers of rows. ahead: the bytes of a block by which a single tile of rows
+    asks for weights early, 0 for a whole block.
+    """
+
+    blocks: int
+    rows: range
+    ahead: int
 
 
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
@@ -272,54 +285,49 @@ def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: i
 
 def _add_block_function(module: ir.Module, form: PackedForm) -> None:
     """block(arguments, item): the product of all rows with `span` blocks, several at once."""
-    shapes = {
-        blocks: {rows: _Tile(module, form, rows, blocks).write() for rows in range(1, most + 1)}
-        for blocks, most in tile_shapes(form).items()
-    }
     code, given, item = item_function(module, "block", ARGUMENTS)
     first = code.mul(item, given["span"])
     count = code.smaller(code.sub(given["blocks"], first), given["span"])
     after = code.append_basic_block()
-    for at_once, tiles in shapes.items():
+    for shape in tile_shapes(form):
 
         def compute(index: ir.Value) -> None:
             own = _of_block(code, form, given, code.add(first, index))
             own["last"] = code.sub(code.sub(count, index), INT(1))
-            _compute_tiles(code, form, tiles, own=own, at_once=at_once)  # noqa: B023
+            _compute_tiles(code, form, shape, own)  # noqa: B023
 
-        with code.if_then(code.icmp_unsigned("<=", given["tile"], INT(len(tiles)))):
-            code.for_each(count, compute, step=at_once)
+        with code.if_then(code.icmp_unsigned("==", given["tile_blocks"], INT(shape.blocks))):
+            code.for_each(count, compute, step=shape.blocks)
             code.branch(after)
     code.branch(after)
     code.position_at_end(after)
     code.ret_void()
 
 
-def _compute_tiles(
-    code: Code, form: PackedForm, tiles: dict[int, ir.Function], *, own: dict[str, ir.Value], at_once: int
-) -> None:
+def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str, ir.Value]) -> None:
     """The product of all rows with the blocks of a tile, in tiles of rows."""
-
-    count_of_tiles = code.udiv(code.add(own["rows"], code.sub(own["tile"], INT(1))), own["tile"])
+    size = own["tile_rows"]
+    count_of_tiles = code.udiv(code.add(own["rows"], code.sub(size, INT(1))), size)
     # While blocks are computed, the next ones are brought from memory: by each tile of rows a part.
-    size = _block_bytes(code, form, own)
+    block = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = code.smaller(size, INT(_near_bytes(form.kind))) if _near_bytes(form.kind) else size
-    next_block = code.at(own["values"], code.select(is_one, near, code.mul(size, INT(at_once))), BYTE)
+    near = code.smaller(block, INT(shape.ahead)) if shape.ahead else block
+    next_block = code.at(own["values"], code.select(is_one, near, code.mul(block, INT(shape.blocks))), BYTE)
+    tiles = {rows: _Tile(code.module, form, rows, shape.blocks).write() for rows in shape.rows}
 
     def compute_tile(index: ir.Value) -> None:
-        first = code.mul(index, own["tile"])
+        first = code.mul(index, size)
         before = code.mul(first, own["length"])
         part = own | {
-            "ahead": code.at(next_block, code.mul(index, code.lshr(size, share)), BYTE),
+            "ahead": code.at(next_block, code.mul(index, code.lshr(block, share)), BYTE),
             "share": share,
             "x": code.at(own["x"], _x_bytes(code, form, before), BYTE),
             "steps": code.at(own["steps"], _step_bytes(code, form, before), BYTE),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
-        count = code.smaller(code.sub(own["rows"], first), own["tile"])
+        count = code.smaller(code.sub(own["rows"], first), size)
         after = code.append_basic_block()
         switch = code.switch(count, after)
         for rows, tile in tiles.items():
@@ -381,26 +389,31 @@ def _has_many_registers() -> bool:
     return "avx512f" in cpu_features()
 
 
-def tile_shapes(form: PackedForm) -> dict[int, int]:
-    """The largest number of rows of a tile by its number of blocks, most blocks first. Its sums fit into the registers.
+def tile_shapes(form: PackedForm) -> list[TileShape]:
+    """All shapes, fewest rows first. Their sums fit into the registers.
 
-    Several blocks give few rows enough sums for a processor to add to some while others are not ready.
+    Several blocks give few rows enough sums for a processor to add to some while others are not ready. Distances are
+    those that were fastest.
     """
+    if not _has_many_registers():
+        most, ahead = 4 if form.rounded else 6, 1024 if form.kind == "float32" else 0
+        return [TileShape(2, range(1, 3), ahead), TileShape(1, range(1, most + 1), ahead)]
     if form.rounded:  # weights that are unpacked need registers as well
-        return {2: 4, 1: 9} if _has_many_registers() else {2: 2, 1: 4}
-    return {4: 3, 2: 12} if _has_many_registers() else {2: 2, 1: 6}
+        return [TileShape(4, range(1, 3), 256), TileShape(2, range(1, 5), 4096), TileShape(1, range(1, 10), 4096)]
+    ahead = [128, 384, 256, 2048] if form.kind == "float32" else [256, 512, 1024, 4096]
+    rows = [range(1, 3), range(1, 7), range(1, 10), range(10, 13)]
+    return [*map(TileShape, (8, 4, 3, 2), rows, ahead)]
 
 
-def most_rows(form: PackedForm) -> int:
-    """The largest number of rows of a tile."""
-    return max(tile_shapes(form).values())
-
-
-def _near_bytes(kind: str) -> int:
-    """How far ahead a single tile of rows asks for weights. 0: for the next blocks."""
-    if _has_many_registers():
-        return 512 if kind == "float32" else 4096
-    return 1024 if kind == "float32" else 0
+def tile_of(form: PackedForm, rows: int, blocks: int) -> tuple[int, int]:
+    """The rows and blocks of the tiles of a product with so many rows and blocks."""
+    shapes = tile_shapes(form)
+    if rows > shapes[-1].rows[-1]:  # tiles of nearly equal size, of the shape with the most sums
+        shape = max(shapes, key=lambda shape: shape.blocks * shape.rows[-1])
+        return -(-rows // -(-rows // shape.rows[-1])), shape.blocks
+    fitting = [shape.blocks for shape in shapes if rows in shape.rows]
+    shares = 2 * torch.get_num_threads()  # so that several threads have equal shares
+    return rows, next((at_once for at_once in fitting if blocks >= shares * at_once), fitting[-1])
 
 
 @cache

@@ -152,23 +152,27 @@ def test_the_first_outputs_of_the_head_are_tested_at_every_width(
     assert model(torch.zeros((1, 1), dtype=torch.long)).logits.shape[2] == 96
 
 
-@pytest.mark.parametrize("most", [4, 6, 9, 12])  # rows of a tile, by processor
-def test_the_widths_of_a_start_use_every_tile_of_products(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_many_registers", [True, False])
+@pytest.mark.parametrize("rounded", [0, 64])
+@pytest.mark.parametrize("blocks", [1, 4, 1000])
+def test_the_widths_of_a_start_use_every_tile_of_products(
+    *, has_many_registers: bool, rounded: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As tiles that follow each other, and as the last one."""
-    monkeypatch.setattr(compiled_products, "most_rows", lambda form: most)
-    kernel = CompiledKernel([torch.randn(16, 8)], None)
-    tile_at = [*compiled_products.ARGUMENTS].index("tile")
+    monkeypatch.setattr(product_code, "_has_many_registers", lambda: has_many_registers)
+    form = product_code.PackedForm("int8" if rounded else "bfloat16", rounded)
 
-    def tiles(widths: Any) -> set[tuple[int, bool]]:
+    def tiles(widths: Any) -> set[tuple[int, int, bool]]:
         found = set()
         for width in widths:
-            x, out = torch.zeros(width, 8), torch.zeros(width, 16)
-            ((_, arguments, _),) = kernel.jobs(x, out, width, stride=16, scratch=torch.empty(0))
-            size = arguments[tile_at]
-            found |= {(min(size, width - first), first + size >= width) for first in range(0, width, size)}
+            size, at_once = product_code.tile_of(form, width, blocks)
+            found |= {(at_once, min(size, width - first), first + size >= width) for first in range(0, width, size)}
         return found
 
-    assert tiles(selftest.TILED_WIDTHS) == tiles(selftest.EVERY_WIDTH)
+    every = tiles((1, *selftest.EVERY_WIDTH))
+    assert tiles((1, *selftest.TILED_WIDTHS)) == every
+    rows = {shape.blocks: shape.rows for shape in product_code.tile_shapes(form)}
+    assert all(size in rows[at_once] for at_once, size, _ in every)
 
 
 @pytest.mark.parametrize("wrong", ["target", "drafter"])
