@@ -102,8 +102,8 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a tile computes at once. rows: numbers of rows. ahead: the bytes of a block by which a single tile of rows
-    asks for weights early, 0 for a whole block.
+    """What a tile computes at once. rows: possible numbers of rows. ahead: the bytes of each block by which a single
+    tile of rows asks for weights early.
     """
 
     blocks: int
@@ -148,8 +148,6 @@ class _Tile:
     """
 
     def __init__(self, module: ir.Module, form: PackedForm, rows: int, blocks: int) -> None:
-        # One or two rows keep memory busy without asking early, but not on processors with AVX-512.
-        self._streams = rows > 2 or _has_many_registers()
         self._code, arguments = inner_function(module, f"tile_{rows}_{blocks}", [*_TILE_ARGUMENTS.values()])
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
@@ -248,10 +246,9 @@ class _Tile:
         """The values of a word of inputs from `index` on, of each block. Later ones are prefetched."""
         code = self._code
         place = code.mul(index, INT(self._form.block_bytes))
-        if self._streams:
-            ahead = code.at(self._given["ahead"], code.lshr(place, self._given["share"]), BYTE)
-            for block in range(len(self._blocks)):
-                code.prefetch(code.at(ahead, code.mul(self._block_bytes, INT(block)), BYTE))
+        ahead = code.at(self._given["ahead"], code.lshr(place, self._given["share"]), BYTE)
+        for block in range(len(self._blocks)):
+            code.prefetch(code.at(ahead, code.mul(self._block_bytes, INT(block)), BYTE))
         return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
 
 
@@ -312,7 +309,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
     block = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = code.smaller(block, INT(shape.ahead)) if shape.ahead else block
+    near = code.smaller(block, INT(shape.ahead))
     next_block = code.at(own["values"], code.select(is_one, near, code.mul(block, INT(shape.blocks))), BYTE)
     tiles = {rows: _Tile(code.module, form, rows, shape.blocks).write() for rows in shape.rows}
 
@@ -385,33 +382,29 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
     code.ret_void()
 
 
-def _has_many_registers() -> bool:
-    return "avx512f" in cpu_features()
-
-
 def tile_shapes(form: PackedForm) -> list[TileShape]:
-    """All shapes, fewest rows first. Their sums fit into the registers.
+    """All shapes, whose sums fit into the registers. The last one is that of several tiles of rows.
 
-    Several blocks give few rows enough sums for a processor to add to some while others are not ready. Distances are
-    those that were fastest.
+    Several blocks give few rows enough sums for a processor to add to some while others are not ready. These are the
+    fastest of those that were tried.
     """
-    if not _has_many_registers():
-        most, ahead = 4 if form.rounded else 6, 1024 if form.kind == "float32" else 0
-        return [TileShape(2, range(1, 3), ahead), TileShape(1, range(1, most + 1), ahead)]
-    if form.rounded:  # weights that are unpacked need registers as well
-        return [TileShape(4, range(1, 3), 256), TileShape(2, range(1, 5), 4096), TileShape(1, range(1, 10), 4096)]
-    ahead = [128, 384, 256, 2048] if form.kind == "float32" else [256, 512, 1024, 4096]
-    rows = [range(1, 3), range(1, 7), range(1, 10), range(10, 13)]
-    return [*map(TileShape, (8, 4, 3, 2), rows, ahead)]
+    is_float32, few, some = form.kind == "float32", range(1, 3), range(1, 7)
+    if "avx512f" in cpu_features():
+        if form.rounded:  # weights that are unpacked need registers as well
+            return [TileShape(4, few, 256), TileShape(2, range(1, 5), 4096), TileShape(1, range(1, 10), 4096)]
+        ahead = [128, 384, 2048, 256] if is_float32 else [256, 512, 4096, 1024]
+        return [*map(TileShape, (8, 4, 2, 3), (few, some, range(10, 13), range(1, 10)), ahead)]
+    if form.rounded:
+        return [TileShape(4, range(1, 2), 256), TileShape(1, range(3, 5), 2048), TileShape(2, few, 512)]
+    return [TileShape(4, range(1, 2), 256), TileShape(3, few, 256), TileShape(1, some, 1024 if is_float32 else 2048)]
 
 
 def tile_of(form: PackedForm, rows: int, blocks: int) -> tuple[int, int]:
     """The rows and blocks of the tiles of a product with so many rows and blocks."""
     shapes = tile_shapes(form)
-    if rows > shapes[-1].rows[-1]:  # tiles of nearly equal size, of the shape with the most sums
-        shape = max(shapes, key=lambda shape: shape.blocks * shape.rows[-1])
-        return -(-rows // -(-rows // shape.rows[-1])), shape.blocks
     fitting = [shape.blocks for shape in shapes if rows in shape.rows]
+    if not fitting:  # tiles of nearly equal size
+        return -(-rows // -(-rows // shapes[-1].rows[-1])), shapes[-1].blocks
     shares = 2 * torch.get_num_threads()  # so that several threads have equal shares
     return rows, next((at_once for at_once in fitting if blocks >= shares * at_once), fitting[-1])
 

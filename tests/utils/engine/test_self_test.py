@@ -152,14 +152,14 @@ def test_the_first_outputs_of_the_head_are_tested_at_every_width(
     assert model(torch.zeros((1, 1), dtype=torch.long)).logits.shape[2] == 96
 
 
-@pytest.mark.parametrize("has_many_registers", [True, False])
+@pytest.mark.parametrize("feature", ["avx2", "avx512f"])
 @pytest.mark.parametrize("rounded", [0, 64])
 @pytest.mark.parametrize("blocks", [1, 4, 1000])
 def test_the_widths_of_a_start_use_every_tile_of_products(
-    *, has_many_registers: bool, rounded: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    feature: str, rounded: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As tiles that follow each other, and as the last one."""
-    monkeypatch.setattr(product_code, "_has_many_registers", lambda: has_many_registers)
+    monkeypatch.setattr(product_code, "cpu_features", lambda: frozenset({feature}))
     form = product_code.PackedForm("int8" if rounded else "bfloat16", rounded)
 
     def tiles(widths: Any) -> set[tuple[int, int, bool]]:
