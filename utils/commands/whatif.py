@@ -8,6 +8,7 @@ or with on=DEVICE from a model of other hardware.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from utils.commands.experiments import other_hardware as elsewhere
@@ -95,15 +96,20 @@ def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterat
             "speedup": speedup,
             "exact": strategy.repeats_target(job.settings),
         }
-        # A larger gamma that changes no round, but drafts more, is recorded and not shown.
-        repeats = all(row[name] == above.get(name) for name in ("strategy", "rounds", "accepted"))
-        yield Finding((), row) if repeats and gamma is not None else TABLE.finding(row)
+        yield Finding((), row) if _repeats(row, above) else TABLE.finding(row)
         above = row
+
+
+def _repeats(row: Row, above: Row) -> bool:
+    """Whether a larger gamma changes no round. It drafts more, so it is recorded, but neither shown nor advised."""
+    same = (row[name] == above.get(name) for name in ("strategy", "rounds", "accepted"))
+    return row["gamma"] is not None and all(same)
 
 
 def _conclusion(gamma: int | None, rows: Sequence[Row]) -> list[str]:
     """The best gamma of each strategy, what the figures are, and what to type. `gamma` is the value of the session."""
-    found = [best_gamma(own) for own in grouped(rows, "strategy").values()]
+    shown = [row for above, row in pairwise([{}, *rows]) if not _repeats(row, above)]
+    found = [best_gamma(own) for own in grouped(shown, "strategy").values()]
     exact = all(row["exact"] for row in rows)
     lines = [*(line for line, _ in found), f"{EXACT if exact else ESTIMATE} {UNLISTED}"]
     if advised := [best for _, best in found if best is not None]:

@@ -71,8 +71,9 @@ def test_a_gamma_that_accepts_no_more_has_a_record_and_no_line(
 
 
 def predicted(name: str, *speedups: float, auto: float = 0.9) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"gamma": gamma, "speedup": speedup} for gamma, speedup in enumerate(speedups)]
-    return [row | {"strategy": name, "exact": True} for row in (*rows, {"gamma": None, "speedup": auto})]
+    found = [*enumerate(speedups), (None, auto)]
+    rows = [{"gamma": gamma, "speedup": speedup, "rounds": 9 - number} for number, (gamma, speedup) in enumerate(found)]
+    return [row | {"strategy": name, "exact": True, "accepted": 1} for row in rows]
 
 
 def concluded(gamma: int, *strategies: list[dict[str, Any]]) -> list[str]:
@@ -90,6 +91,9 @@ def test_the_conclusion_names_a_gamma_only_if_it_is_predicted_to_be_faster() -> 
     adaptive = concluded(3, predicted("b", 1.0, 1.5, auto=1.49))
     assert "gamma auto" in adaptive[0] and "/gamma auto" in adaptive[-1], "auto is as good as the best"
     assert "(1: 1.50x)" in adaptive[0], "the table shows a larger figure, so the sentence names it"
+    equal = predicted("b", 1.0, 1.5, 1.6)
+    equal[2] |= {name: equal[1][name] for name in ("rounds", "accepted")}
+    assert "gamma 1," in concluded(3, equal)[0], "gamma 2 is not listed, because it changes no round"
 
 
 def test_under_rules_with_their_own_noise_it_is_an_estimate(view: Screen, tmp_path: Path) -> None:
