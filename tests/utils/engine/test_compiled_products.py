@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -154,37 +154,31 @@ def older_processor() -> Any:
     return llvm.Target.from_triple(triple).create_target_machine(cpu="haswell", features="", opt=3)
 
 
-TILES: list[dict[int, int]] = [{2: 2, 1: 6}, {1: 12}, {8: 2, 4: 6, 3: 9, 2: 12}, {2: 6, 1: 12}]  # most rows by blocks
-
-
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        pytest.param(name, shapes, marks=() if row == column % 3 else pytest.mark.full)
-        for row, name in enumerate(("float32", "uint8 in groups of 16", "4 bits, shifts"))
-        for column, shapes in enumerate(TILES)
-    ],
-)
+@pytest.mark.parametrize("feature", ["avx2", "avx512f"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8 in groups of 16", "4 bits, shifts"])
 def test_tiles_of_another_processor_have_the_same_bits(
-    name: str, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of rows and blocks of a tile, and of blocks that it finds."""
     torch.manual_seed(6)
     inputs = torch.randn(ROWS, 96)
     weights = [FORMS[name][0](outputs, 96) for outputs in (10, 50, 1080)]
     expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
-    tiles = [product_code.TileShape(blocks, range(1, most + 1), 256) for blocks, most in shapes.items()]
-    monkeypatch.setattr(product_code, "tile_shapes", lambda form: tiles)
+    monkeypatch.setattr(product_code, "cpu_features", lambda: frozenset({feature}))
     monkeypatch.setattr(compiled_products, "product_functions", cache(product_code.product_functions.__wrapped__))
-    if 6 in shapes.values() and "avx2" in cpu_features():
+    if feature == "avx2" and feature in cpu_features():
         machine = older_processor()
         monkeypatch.setattr(machine_code, "_machine", lambda: machine)
-        for module in (machine_code, product_code):
-            monkeypatch.setattr(module, "cpu_features", lambda: frozenset({"avx2"}))
-    for weight, every in zip(weights, expected, strict=True):
+        monkeypatch.setattr(machine_code, "cpu_features", lambda: frozenset({feature}))
+    for threads, (weight, every) in product((1, 3), zip(weights, expected, strict=True)):
+        torch.set_num_threads(threads)
         kernel = CompiledKernel([weight], None)
+        used = set()
         for rows in range(1, ROWS + 1):
+            used.add(product_code.tile_of(kernel.form, rows, kernel.width // product_code.LANES)[1])
             assert torch.equal(kernel(inputs[:rows]), every[:rows]), (kernel.outputs, rows)
+        if kernel.outputs > 1000 and threads == 1:
+            assert used == {shape.blocks for shape in product_code.tile_shapes(kernel.form)}
 
 
 FEATURES = [*machine_code._PAIR_PRODUCTS, "none"]
