@@ -54,8 +54,14 @@ _TILE_ARGUMENTS = {
     "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
     "share": INT,  # how many: one of 2^share parts of each block
 }
-ARGUMENTS = _TILE_ARGUMENTS | {"inputs": POINTER, "blocks": INT, "rows": INT, "span": INT}
-ARGUMENTS |= {"tile_rows": INT, "tile_blocks": INT}
+ARGUMENTS = _TILE_ARGUMENTS | {
+    "inputs": POINTER,
+    "blocks": INT,
+    "rows": INT,
+    "span": INT,  # blocks of an item
+    "tile_rows": INT,
+    "tile_blocks": INT,
+}
 PREPARED = ("x", "steps", "sums")  # what is in scratch memory
 IN_WORD = {"uint4": 8, "int8": 4, "uint8": 4}  # values of adjacent inputs that are 32 bits together
 
@@ -383,24 +389,29 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
 
 
 def tile_shapes(form: PackedForm) -> list[TileShape]:
-    """All shapes, whose sums fit into the registers. The last one is that of several tiles of rows.
+    """The shapes whose sums fit into the registers, in order of preference. The last one is used where one tile cannot
+    hold all rows.
 
-    Several blocks give few rows enough sums for a processor to add to some while others are not ready. These are the
-    fastest of those that were tried.
+    Several blocks give few rows enough sums for a processor to add to some while others are not ready. Of the shapes
+    and distances that were tried, these were the fastest.
     """
     is_float32, few, some = form.kind == "float32", range(1, 3), range(1, 7)
     if "avx512f" in cpu_features():
         if form.rounded:  # weights that are unpacked need registers as well
             return [TileShape(4, few, 256), TileShape(2, range(1, 5), 4096), TileShape(1, range(1, 10), 4096)]
-        ahead = [128, 384, 2048, 256] if is_float32 else [256, 512, 4096, 1024]
-        return [*map(TileShape, (8, 4, 2, 3), (few, some, range(10, 13), range(1, 10)), ahead)]
+        return [
+            TileShape(8, few, 128 if is_float32 else 256),
+            TileShape(4, some, 384 if is_float32 else 512),
+            TileShape(2, range(10, 13), 2048 if is_float32 else 4096),
+            TileShape(3, range(1, 10), 256 if is_float32 else 1024),
+        ]
     if form.rounded:
         return [TileShape(4, range(1, 2), 256), TileShape(1, range(3, 5), 2048), TileShape(2, few, 512)]
     return [TileShape(4, range(1, 2), 256), TileShape(3, few, 256), TileShape(1, some, 1024 if is_float32 else 2048)]
 
 
 def tile_of(form: PackedForm, rows: int, blocks: int) -> tuple[int, int]:
-    """The rows and blocks of the tiles of a product with so many rows and blocks."""
+    """Return how many rows and blocks each tile has in a product of so many rows and blocks."""
     shapes = tile_shapes(form)
     fitting = [shape.blocks for shape in shapes if rows in shape.rows]
     if not fitting:  # tiles of nearly equal size
