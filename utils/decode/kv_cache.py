@@ -31,7 +31,7 @@ class GrowingLayer(DynamicLayer):
         # Length of the views, not of the buffers: a crop shortens the views, and the next update overwrites the rest.
         length, new = self.get_seq_length(), (key_states, value_states)
         end = length + key_states.shape[-2]
-        if not self._fits(length, end):
+        if not self._fits(length, end, key_states.dtype):
             # Capacity grows by half, so the copies cost constant time per position on average.
             self._reallocate(length, end + max(MIN_SPARE, end // 2), new)
         for buffer, part in zip(self._buffers, new, strict=True):
@@ -45,7 +45,7 @@ class GrowingLayer(DynamicLayer):
         """
         length = self.get_seq_length()
         end = length + shape[2]
-        if not self._fits(length, end) or self._buffers[0].shape[:2] != shape[:2]:
+        if not self._fits(length, end, torch.float32) or self._buffers[0].shape[:2] != shape[:2]:
             template = torch.empty(shape, dtype=torch.float32, device="cpu")
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
@@ -53,9 +53,11 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
         return self._buffers[0], self._buffers[1]
 
-    def _fits(self, length: int, end: int) -> bool:
-        """Whether the keys lie in the buffers (selected rows are separate tensors) and `end` positions fit."""
-        if not self._buffers or end > self._buffers[0].shape[-2]:
+    def _fits(self, length: int, end: int, dtype: torch.dtype) -> bool:
+        """Whether the keys lie in the buffers (selected rows are separate tensors), and `end` positions of this dtype
+        fit. Passes of an engine and of transformers may take turns.
+        """
+        if not self._buffers or end > self._buffers[0].shape[-2] or self._buffers[0].dtype != dtype:
             return False
         return length == 0 or self.keys.data_ptr() == self._buffers[0].data_ptr()
 

@@ -78,8 +78,8 @@ def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
 
 
 class CompiledKernel:
-    """Weights (N, K) in float32 or bfloat16, or of small integers of one form, row below row. Inputs and outputs are
-    float32.
+    """Weights (N, K) in float32, bfloat16 or float16, or of small integers of one form, row below row. Inputs and
+    outputs are float32.
     """
 
     def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
@@ -100,8 +100,7 @@ class CompiledKernel:
             shifts = [block.shifts for block in blocks if block.shifts is not None]
             self._shifts = _in_lanes(shifts) if shifts else None
         else:
-            tensors = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
-            values = tensors if tensors[0].dtype == torch.bfloat16 else [tensor.float() for tensor in tensors]
+            values = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
             kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None

@@ -1,16 +1,16 @@
 """The invariant engine: linear layers and attention whose rows have the same bits at every verify width.
 
 A verify pass then gives exactly the logits of single decode steps, so greedy texts of all strategies are equal bit for
-bit. On a CPU in float32 it is faster than the plain layers as well.
+bit. It is faster than the plain layers as well. Models in 16 bits keep their weights, and all else is computed in
+float32, more precisely than transformers does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from utils.decode.sliding_window import empty_cache
@@ -21,14 +21,14 @@ from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, attention_problem, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import EngineLinear, GroupBuilder, Kernel, restore_linears, swap_linears
+from utils.engine.module_swap import EngineLinear, Kernel, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import data, release
+from utils.engine.stored_weights import release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
-BLOCK_ROWS = 32  # of BlockedKernel
-COMPARED_ROWS = 64  # of a weight that may hold values of bfloat16
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights
+COMPARED_ROWS = 64  # of a weight that may hold values of 16 bits
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
 
@@ -69,22 +69,20 @@ class InvariantEngine(PlainEngine):
 
     def _compute(self, helpers: Sequence[nn.Module]) -> None:
         swap_linears(helpers, self._builder(), unreported)
-        if _is_compiled(self._models[0]):
-            selftest.compile_drafters(helpers, CompiledDrafter)
+        selftest.compile_drafters(helpers, CompiledDrafter)
 
-    def _builder(self) -> GroupBuilder:
-        return CompiledBuilder(self._format, self._models) if _is_compiled(self._models[0]) else blocked_builder
+    def _builder(self) -> "CompiledBuilder":
+        return CompiledBuilder(self._format, self._models)
 
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test whole models, and the first layer of each model with its own weights at every width."""
-        every = selftest.TILED_WIDTHS if _is_compiled(self._models[0]) else selftest.EVERY_WIDTH
         own = selftest.own_models(self._models)
         if extent == "later":
             failures = (selftest.slice_dependence(model, thread_count, report) for model in own)
         else:
             test = partial(selftest.width_dependence, complete=extent == "complete", report=report)
             # The layers of a drafter that was cut out of the target are tested with the target.
-            widths = [every if any(model is other for other in own) else () for model in self._models]
+            widths = [selftest.TILED_WIDTHS if any(model is other for other in own) else () for model in self._models]
             failures = (test(*pair, thread_count) for pair in zip(self._models, widths, strict=True))
         return next(filter(None, failures), "")
 
@@ -95,13 +93,9 @@ class InvariantEngine(PlainEngine):
         super().remove()
 
 
-def _is_compiled(model: PreTrainedModel) -> bool:
-    return bool(model.dtype == torch.float32)
-
-
 def _spec_of(model: PreTrainedModel) -> DecoderSpec | None:
     """What the model computes, without its matrices, so that packing them frees them. None if it cannot be read."""
-    spec = read_decoder(model) if _is_compiled(model) else ""
+    spec = read_decoder(model)
     return None if isinstance(spec, str) else spec.without_weights()
 
 
@@ -125,31 +119,12 @@ def _unsupported(model: PreTrainedModel) -> str:
         return f"it uses {model.config._attn_implementation} attention"
     if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
         return "quantized layers keep their own kernels"
-    return ""
-
-
-class BlockedKernel:
-    """Any number format: rows are padded to full blocks, so that the same PyTorch kernel always runs."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        padded = pad(rows, (0, 0, 0, -len(rows) % BLOCK_ROWS))
-        products = [linear(block, self._weight, self._bias) for block in padded.split(BLOCK_ROWS)]
-        return torch.cat(products)[: len(rows)].view(*x.shape[:-1], -1)
-
-    def weight(self) -> Tensor:
-        return self._weight
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (part for part in (self._weight, self._bias) if part is not None)
+    return "" if model.dtype in FORMATS else f"it is in {weight_format(model)}"
 
 
 class CompiledBuilder:
     """Builds one compiled kernel for layers with the same input, in the format of `weights`, or one for each if their
-    forms differ. float32 weights whose file holds them in bfloat16 stay there, because the values are the same.
+    forms differ. float32 weights whose values 16 bits can hold, as most files do, are held in these.
 
     models: the target first. A drafter's own layers have the format of drafters. Layers of no model belong to drafters
     that read hidden states, and have no name.
@@ -178,21 +153,15 @@ class CompiledBuilder:
         return form if isinstance(form, BlockWeight) else _shortened(form)
 
 
-def blocked_builder(layers: Sequence[nn.Linear]) -> list[Kernel]:
-    """Return one BlockedKernel for layers with the same input."""
-    weights = [data(layer.weight) for layer in layers]
-    return [BlockedKernel(weights[0] if len(weights) == 1 else torch.cat(weights), _joined_bias(layers))]
-
-
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     """The biases of layers as one, or None if they have none."""
     return None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
 
 def _shortened(form: Tensor) -> Tensor:
-    """A weight in bfloat16 if that holds the same values."""
-    if form.dtype == torch.bfloat16:
-        return form
-    # A few rows at a time, so that what is computed stays in the processor's cache. Most weights differ in the first.
-    same = (torch.equal(rows.bfloat16().float(), rows.float()) for rows in form.split(COMPARED_ROWS))
-    return form.bfloat16() if all(same) else form
+    """A float32 weight in a format of 16 bits if that holds the same values."""
+    for short in FORMATS[1:] if form.dtype == torch.float32 else ():
+        # A few rows at a time, so that what is computed stays in the processor's cache. Most differ in the first.
+        if all(torch.equal(rows.to(short).float(), rows) for rows in form.split(COMPARED_ROWS)):
+            return form.to(short)
+    return form

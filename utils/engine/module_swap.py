@@ -65,19 +65,20 @@ class EngineLinear(nn.Module):
     def __init__(self, fused: FusedKernel, index: int, layer: nn.Linear, *, tied: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.fused, self.index = fused, index
+        self.fused, self.index, self._dtype = fused, index, layer.weight.dtype
         self.original = (
             layer.weight if tied or layer.weight.is_meta else None,
             layer.bias,
         )  # a tuple, so that they are not registered
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fused.kernel(x) if len(self.fused.sizes) == 1 else self.fused.output(x, self.index)
+        out = self.fused.kernel(x) if len(self.fused.sizes) == 1 else self.fused.output(x, self.index)
+        return out.to(x.dtype)  # of a kernel that computes more precisely
 
     @property
     def weight(self) -> Tensor:
         """The weight (N, K), computed anew at every access."""
-        return torch.split_with_sizes(self.fused.kernel.weight(), self.fused.sizes)[self.index]
+        return torch.split_with_sizes(self.fused.kernel.weight(), self.fused.sizes)[self.index].to(self._dtype)
 
     @property
     def bias(self) -> Tensor | None:

@@ -4,7 +4,7 @@ A weight (N, K) is stored in blocks of LANES outputs. For each input in turn, on
 multiplied with the inputs of all rows and added to their sums. So the weights are read once for all rows, and every
 sum is formed in the order of the inputs: its bits depend neither on the number of rows nor on the number of threads.
 The tiles of sums in registers follow Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
-Weights are unpacked in registers: bfloat16, and small integers with a scale for each group of inputs.
+Weights are unpacked in registers: those of 16 bits, and small integers with a scale for each group of inputs.
 
 For weights that are small integers, inputs are rounded to 16 bits, with a scale for up to 64 of them, because
 processors multiply pairs of such integers and add the products in one or two instructions. Sums of integers are exact.
@@ -35,7 +35,7 @@ _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WO
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
-_PACKED_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
+_PACKED_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
 _TILE_ARGUMENTS = {
     "x": POINTER,  # (rows, K), prepared for the form

@@ -231,15 +231,11 @@ def weight_notes(pair: Pair) -> Iterator[str]:
     name = pair.target_name
     if (kind := pair.request.engine_weights) in ROUNDED:
         yield f"with {kind} weights {name} is a different model, compared only with itself"
-    reason = ""
     if depends_on_width(pair):
-        reason = (
-            f"bnb-int8 looks for outliers in all positions of a verify pass, so {name}'s logits depend on its width"
+        yield (
+            f"bnb-int8 looks for outliers in all positions of a verify pass, so {name}'s logits depend on its width: "
+            "texts can differ where two tokens are close (see /audit)"
         )
-    elif pair.dtype != "float32":
-        reason = f"in {pair.dtype} the rounding of {name}'s logits depends on the verify width"
-    if reason:
-        yield f"{reason}: texts can differ where two tokens are close, unless the engine is verified (see /audit)"
 
 
 def depends_on_width(pair: Pair) -> bool:

@@ -26,9 +26,10 @@ from utils.drafter_formats.eagle3 import LAYER_IDS
 from utils.drafter_formats.eagle3_file import Surroundings, can_be_stored, save_eagle3, usual_layers
 from utils.drafter_formats.layer_config import LAYER_KEYS
 from utils.drafter_formats.target_parts import write_target_file
-from utils.engine.invariant import blocked_builder
+from utils.engine.invariant import CompiledBuilder
 from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import EngineLinear, swap_linears
+from utils.engine.weight_format import EngineWeights
 
 FIXTURES = ROOT / "tests" / "utils" / "drafter_formats" / "fixtures" / "speculators"
 PACKAGES = (["loguru", "pydantic-settings"], ["--no-deps", "speculators==0.9.0"])
@@ -197,7 +198,7 @@ def test_idle_parts_of_a_continued_drafter_stay_idle(target, tmp_path):
     tensors = two_layers(hidden)
     start = write_checkpoint(tmp_path / "start", config, tensors)
     pair = load(target, start)
-    swap_linears([pair.drafter], blocked_builder, unreported)
+    swap_linears([pair.drafter], CompiledBuilder(EngineWeights(), [pair.target]), unreported)
     assert type(pair.drafter.fc) is EngineLinear and can_be_stored(pair.drafter), "whatever layers an engine puts in"
     model = pair.target
     write_target_file(start, model, window=20)

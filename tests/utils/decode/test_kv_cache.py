@@ -67,6 +67,18 @@ def test_an_emptied_layer_takes_another_number_of_rows() -> None:
     assert len(layer.extended((3, 2, 4, 8))[0]) == 3
 
 
+def test_passes_in_16_bits_and_of_machine_code_take_turns() -> None:
+    """Each gets its own format, in which all positions are."""
+    layer, keys = GrowingLayer(), torch.randn(1, 2, 4, 8).bfloat16()
+    layer.update(keys, keys)
+    buffers = layer.extended((1, 2, 1, 8))
+    assert [part.dtype for part in (*buffers, layer.keys)] == [torch.float32] * 3
+    assert torch.equal(buffers[0][:, :, :4], keys.float()) and layer.get_seq_length() == 5
+    every = layer.update(keys, keys)
+    assert [part.dtype for part in every] == [torch.bfloat16] * 2 and every[0].shape[-2] == 9
+    assert torch.equal(every[0][:, :, :4], keys) and torch.equal(every[1][:, :, 5:], keys)
+
+
 def test_a_reset_releases_the_buffers() -> None:
     layer = GrowingLayer()
     layer.update(torch.ones(1, 1, 5, 1), torch.ones(1, 1, 5, 1))

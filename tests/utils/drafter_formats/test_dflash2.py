@@ -22,6 +22,7 @@ from drafter_checkpoints import HIDDEN, layer_keys, write_checkpoint
 from drafter_runs import check_texts
 
 from sampling.drafters.feature_sessions import BlockSession
+from utils.engine import Engine
 from utils.errors import UserError
 
 TOKENS, CANDIDATES = [7, 11, 2, 29, 31, 5, 17, 40, 8, 1, 22, 13], 5
@@ -130,12 +131,15 @@ def test_a_block_is_causal_as_its_config_says(tmp_path, keys, rules):
     check_rounds(drafter, reference, target.model.embed_tokens.weight, count=0)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_texts_are_those_of_the_target_alone(tmp_path, rule):
-    target = target_model(vocab_size=8)
+@pytest.mark.parametrize(("rule", "in_16_bits"), [("coupled", False), ("rejection", True)])
+def test_texts_are_those_of_the_target_alone(tmp_path, rule, in_16_bits):
+    """An engine computes a target in 16 bits more precisely, and the drafter gets hidden states in its own format."""
+    target = target_model(vocab_size=8).to(torch.bfloat16 if in_16_bits else torch.float32)
     tensors = dflash2_tensors() | {f"candidate_selector.{name}_codebook": torch.randn(8, 6) for name in NAMES}
     config = zlab_config(1, selector_top_k=3, mask_token_id=7)
-    check_texts(target, built(write_checkpoint(tmp_path, config, tensors), target, "DFlash2"), rule)
+    drafter = built(write_checkpoint(tmp_path, config, tensors), target, "DFlash2")
+    assert not in_16_bits or Engine([target], helpers=[drafter]).use("invariant", 1).verified
+    check_texts(target, drafter, rule)
 
 
 NAMES = ("predecessor", "successor")

@@ -1,5 +1,6 @@
 """The engine's logits: those of the plain engine, with the bits of single decode steps in every verify pass."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -22,6 +23,7 @@ from utils.engine.engine import LAYER_ENGINES
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_blocks import round_int4
 from utils.engine.weight_format import EngineWeights
+from utils.errors import UserError
 from utils.logits_processor import MultinomialProcessor
 
 llama = partial(tiny_llama, vocab_size=96)
@@ -131,11 +133,40 @@ def test_every_width_has_the_bits_of_single_steps_in_every_format(kind: str, thr
         session.rewind(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)])
-def test_other_formats_are_computed_in_full_blocks(dtype: torch.dtype) -> None:
-    model = llama().to(dtype)
-    assert Engine([model]).use("invariant", 1).verified
-    assert_bits_of_single_steps(model, [5 * index % 96 for index in range(70)], Random(2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_16_bits_have_the_logits_of_the_same_weights_in_float32(name: str, dtype: torch.dtype) -> None:
+    narrow = MODELS[name]().to(dtype)
+    wide, context = deepcopy(narrow).float(), [5 * index % 96 for index in range(70)]
+    before = {key: part.clone() for key, part in narrow.state_dict().items()}
+    engine = Engine([narrow])
+    assert engine.use("invariant", 1).verified and Engine([wide]).use("invariant", 1).verified
+    assert torch.equal(stepwise_logits(narrow, context), stepwise_logits(wide, context))
+    assert_bits_of_single_steps(narrow, context, Random(2))
+    with torch.no_grad():
+        states = narrow(torch.tensor([context]), output_hidden_states=True).hidden_states
+    assert {state.dtype for state in states} == {dtype}, "as their drafters compute"
+    engine.use("plain", 1)
+    after = narrow.state_dict()
+    assert all(after[key].dtype == dtype and torch.equal(after[key], part) for key, part in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_16_bits_that_cannot_be_read_have_equal_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariant, "read_decoder", lambda model: "its family is not known")
+    model, context = llama().to(dtype), [5 * index % 96 for index in range(70)]
+    plain = stepwise_logits(model, context)
+    assert Engine([model]).use("invariant", 1).verified and engine_forward(model) is None
+    assert_bits_of_single_steps(model, context, Random(2))
+    ours = stepwise_logits(model, context)
+    assert ours.dtype == dtype and torch.allclose(ours.float(), plain.float(), atol=0.05)
+
+
+def test_models_in_float64_are_refused() -> None:
+    with pytest.raises(UserError, match="float64"):
+        Engine([llama().double()]).use("invariant", 1)
 
 
 def test_the_drafter_does_not_change_greedy_or_coupled_texts() -> None:

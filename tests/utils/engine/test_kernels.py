@@ -1,4 +1,4 @@
-"""Kernels of linear layers: the form in which weights are held, padded rows, and layers that share an input."""
+"""Kernels of linear layers: the form in which weights are held, and layers that share an input."""
 
 import weakref
 from typing import Any, cast
@@ -9,7 +9,7 @@ from tiny import tiny_llama
 from torch import Tensor, nn
 
 from utils.engine.compiled_products import CompiledKernel
-from utils.engine.invariant import BLOCK_ROWS, BlockedKernel, CompiledBuilder
+from utils.engine.invariant import CompiledBuilder
 from utils.engine.layer_engine import unreported
 from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
 from utils.engine.weight_blocks import BlockWeight, round_int4
@@ -60,15 +60,20 @@ def test_every_format_has_its_kernels_and_leaves_its_weights_behind(name: str) -
     assert torch.allclose(ours, model(ids).logits, atol=1e-2)  # inputs may be rounded to 16 bits
 
 
-def test_values_of_bfloat16_are_held_in_two_bytes() -> None:
+@pytest.mark.parametrize("short", ["bfloat16", "float16"])
+def test_values_of_16_bits_are_held_in_two_bytes(short: str) -> None:
     torch.manual_seed(0)
-    exact, rounded = torch.randn(32, 64), torch.randn(16, 64).bfloat16().float()
+    exact, narrow = torch.randn(32, 64), torch.randn(16, 64).to(getattr(torch, short))
+    narrow[:2, 0] = torch.tensor([3e-5, 65504.0])  # the first one is a subnormal number in float16
+    rounded = narrow.float()
     almost = torch.cat([rounded, exact[:1]])
-    for weight, kind in ((exact, "float32"), (rounded, "bfloat16"), (almost, "float32")):
+    for weight, kind in ((exact, "float32"), (rounded, short), (narrow, short), (almost, "float32")):
         model: Any = tiny_llama()
         model.lm_head = linear(weight)
         (kernel,) = CompiledBuilder(EngineWeights(), [model])([model.lm_head])
-        assert cast(CompiledKernel, kernel).form.kind == kind and torch.equal(kernel.weight(), weight)
+        assert cast(CompiledKernel, kernel).form.kind == kind and torch.equal(kernel.weight(), weight.float())
+        ones = torch.eye(64)[:, : weight.shape[1]]
+        assert torch.equal(kernel(ones), weight.float().T), "a product with a unit vector is a column"
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -113,14 +118,6 @@ def test_blocks_that_are_not_the_weights_of_a_layer_are_not_used() -> None:
     part = blocks[layer].dense()[8:24]
     assert torch.equal(weights.form(f"{layer}[8:24]", part, is_head=False).dense(), part)  # type: ignore[operator]
     assert {kernel.form.kind for kernel in kernels_of(model, weights).values()} == {"float32"}
-
-
-def test_padded_rows_are_those_of_full_blocks() -> None:
-    torch.manual_seed(2)
-    weight, bias, x = torch.randn(33, 96).half(), torch.randn(33).half(), torch.randn(2, BLOCK_ROWS + 3, 96).half()
-    kernel = BlockedKernel(weight, bias)
-    assert torch.allclose(kernel(x), nn.functional.linear(x, weight, bias), atol=0.1)
-    assert torch.equal(kernel(x).flatten(0, 1), torch.cat([kernel(row) for row in x.flatten(0, 1).split(1)]))
 
 
 def test_fused_layers_use_their_own_input_and_release_it() -> None:

@@ -148,13 +148,13 @@ def test_memory_that_the_engine_in_use_holds_counts_as_free(rows: Callable[..., 
     [
         pytest.param(kind, stored, marks=() if (stored is torch.float32) == bool(index % 2) else pytest.mark.full)
         for index, kind in enumerate(CASES)
-        for stored in (torch.float32, torch.bfloat16)
+        for stored in (torch.float32, torch.bfloat16, torch.float16)
     ],
 )
 def test_what_is_planned_before_weights_are_read_is_what_kernels_hold(
     stored: torch.dtype, kind: str, tmp_path: Path
 ) -> None:
-    """Values that a file holds in bfloat16 need no more memory than there."""
+    """Values that a file holds in 16 bits need no more memory than there."""
     model = from_files(tmp_path, tiny_llama(vocab_size=96, hidden_size=128, intermediate_size=256).to(stored))
     engine = LAYER_ENGINES["invariant"]([model], [], EngineWeights(kind))
     before, need = engine.nbytes(), engine.need()

@@ -130,8 +130,8 @@ def test_notes_on_texts(wide: Path) -> None:
     def has_note(**words: str) -> bool:
         return any("/audit" in note for note in load(wide, wide, **words).notes)
 
-    assert has_note(dtype="bfloat16") and has_note(quantize="bnb-int8")
-    assert not has_note() and not has_note(quantize="int8", drafter_quantize="bnb-int8")
+    assert has_note(quantize="bnb-int8")
+    assert not has_note(dtype="bfloat16") and not has_note(quantize="int8", drafter_quantize="bnb-int8")
 
 
 def test_only_bnb_int8_depends_on_the_verify_width_by_more_than_rounding(wide: Path) -> None:
