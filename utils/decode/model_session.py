@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass, report_reading
+from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, engine_forward, prefill_pass, report_reading
 from utils.decode.features import FeatureReader
 from utils.decode.generation_rules import GenerationRules
 from utils.decode.grammar import Grammar
@@ -25,6 +25,8 @@ from utils.decode.model_info import check_memory, check_prompt, context_length, 
 from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recurrent
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import UserError
+
+SHORT = (torch.bfloat16, torch.float16)
 
 
 class ModelSession:
@@ -64,6 +66,8 @@ class ModelSession:
         self._checkpoint: StateCheckpoint | None = None
         parameters = _parameters(model)
         self._has_logits_to_keep = "logits_to_keep" in parameters
+        # To multiply a slice of states in 16 bits on a CPU, PyTorch copies the whole weight; chosen rows are no slice.
+        self._copies_head = model.device.type == "cpu" and getattr(model, "dtype", None) in SHORT
         # Recurrent models such as Mamba name the argument differently.
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         if use_cache and self._cache_name not in parameters:
@@ -234,7 +238,9 @@ class ModelSession:
             arguments["position_ids"] = positions[None]  # (1, T)
         # Otherwise a prefill would compute logits of prompt x vocabulary.
         if self._has_logits_to_keep:
-            arguments["logits_to_keep"] = keep
+            count = new.shape[1]
+            chosen = self._copies_head and keep < count and engine_forward(self.model) is None
+            arguments["logits_to_keep"] = torch.arange(count - keep, count) if chosen else keep
         if self._reader is not None:
             arguments["output_hidden_states"] = True
         if self._encoder_ids is None:

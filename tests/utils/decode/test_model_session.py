@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import Restless
 from tiny import DECODER, build, tiny_llama, tiny_mamba, tiny_t5
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from ngram_assisted import NGramDrafter, NGramStorage, ngram_assisted_speculative_generate
@@ -40,6 +41,31 @@ def test_each_feed_computes_only_what_the_cache_lacks() -> None:
     list(speculative_steps([1] * 9, drafter, ModelSession(model), plan, gamma=3))
     assert widths[0] == (12, 4)
     assert all(rows == kept <= 4 for rows, kept in widths[1:])
+
+
+class HeadProducts(TorchDispatchMode):
+    """The names of the operations that multiply with an output head of so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.names = tokens, set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.shape[-1:] == (self.tokens,) and "mm" in function.__name__:
+            self.names.add(function.__name__)
+        return out
+
+
+def test_a_prompt_in_16_bits_does_not_copy_the_weight_of_the_head() -> None:
+    """Called without a session, PyTorch multiplies batches, and copies the weight for that."""
+    model, context = tiny_llama(vocab_size=96).bfloat16().requires_grad_(False), [*range(1, 31)]
+    with HeadProducts(96) as called:
+        expected = model(torch.tensor([context]), logits_to_keep=2).logits[0]
+    with HeadProducts(96) as fed:
+        logits = ModelSession(model).feed(context, keep=2)
+    assert (called.names, fed.names) == ({"bmm.default"}, {"mm.default"})
+    assert torch.allclose(logits, expected, atol=0.05)
 
 
 def test_a_long_prompt_is_read_in_chunks_and_its_progress_is_reported() -> None:
