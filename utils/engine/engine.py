@@ -30,7 +30,7 @@ from utils.engine.engine_choice import (
 from utils.engine.forward_timing import (
     ForwardProbe,
     LongerContext,
-    more_threads_are_faster,
+    faster_threads,
     times_have_changed,
     verify_costs,
 )
@@ -288,7 +288,7 @@ class Engine:
         was so busy then that too few threads were chosen.
         """
         failed = self._install(stored.kind, stored.threads, "later")
-        if failed or (not thread_count and self._has_too_few_threads(stored.threads)):
+        if failed or (not thread_count and self._enough_threads(stored.threads) != stored.threads):
             self._engine.remove()
             self._engine = self._built(PLAIN)
             self._references = []  # of less than a first start compares
@@ -299,12 +299,13 @@ class Engine:
         self._set_state(stored.kind, stored.threads, stored.reason, stored.tested_on)
         return True
 
-    def _has_too_few_threads(self, count: int) -> bool:
-        """Whether a decode step on a CPU is clearly faster with more threads, if nothing requests their number."""
+    def _enough_threads(self, count: int) -> int:
+        """Which larger number of threads is clearly faster on a CPU, if one is and nothing requests their number."""
         more = [number for number in machine.candidate_threads() if number > count]
         if not more or machine.requested_threads() or self._target.device.type != "cpu":
-            return False
-        return more_threads_are_faster(ForwardProbe(self._target), count, more)
+            return count
+        self.report("measuring with more threads")
+        return faster_threads(ForwardProbe(self._target), count, more)
 
     def _use_best(self, name: str, thread_count: int, extent: Extent) -> None:
         """Install the best engine, or the requested one, and test it. Raises UserError if none is left."""
@@ -319,9 +320,10 @@ class Engine:
                 raise UserError(f"No engine computes {self.format} weights here: {choice.reason}.")
             row = self.table[choice.name]
             count = known or row.threads or torch.get_num_threads()
-            failed = self._install(choice.name, count, extent)
+            failed = self._install(choice.name, count, extent, may_add=not known)
             if failed is None:
-                self.table[choice.name] = replace(row, verified=bool(self._engine.promise))
+                count = torch.get_num_threads()
+                self.table[choice.name] = replace(row, verified=bool(self._engine.promise), threads=count)
                 reason = "" if self._engine.promise else choice.reason or NO_PROMISE
                 self._set_state(choice.name, count, reason)
                 return
@@ -348,9 +350,9 @@ class Engine:
     def _unmeasured(self, name: str, problem: str) -> EngineFigures:
         return EngineFigures(problem, promise=LAYER_ENGINES[name].promise)
 
-    def _install(self, name: str, count: int, extent: Extent) -> EngineFigures | None:
+    def _install(self, name: str, count: int, extent: Extent, *, may_add: bool = False) -> EngineFigures | None:
         """Install an engine for whole models and test it. Returns a row that says why that failed, if it did; then no
-        engine is installed.
+        engine is installed. may_add: use more threads if they are clearly faster, since trials may have been disturbed.
         """
         engine, row = self._built(name), self.table.get(name, self._unmeasured(name, ""))
         try:
@@ -359,6 +361,8 @@ class Engine:
             torch.set_num_threads(count)
             self.report(f"engine {name}: installing")
             failure = install_with_fallback(engine, lambda text: self.report(f"engine {name}: {text}"), self._differs)
+            if may_add and not failure:
+                torch.set_num_threads(count := self._enough_threads(count))
             failure = failure or engine.self_test(count, self.report, extent)
             failed = replace(row, problem=FAILED.format(failure)) if failure else None
         # Whatever the code of an engine or of a model raises is a reason to use another engine, not to crash.

@@ -183,15 +183,16 @@ def times_have_changed(
     return any(not 1 / STALE <= change <= STALE for change in changes)
 
 
-def more_threads_are_faster(
+def faster_threads(
     probe: ForwardProbe, count: int, others: Sequence[int], clock: Callable[[], float] = time.perf_counter
-) -> bool:
-    """Return whether a decode step and a wide pass are clearly faster with one of these numbers of threads than with
-    `count`, which is in use afterwards. One thread may keep memory as busy as several, but is slower at a prompt.
+) -> int:
+    """Return with which of the other numbers of threads a decode step and a wide pass are clearly faster than with
+    `count`, or otherwise `count`. One thread may keep memory as busy as several, but is slower at a prompt.
     """
     fastest: dict[int, float] = {}
     for number in (*others, count):
         torch.set_num_threads(number)
         times = width_seconds(probe, [1, min(WIDE, probe.max_width)], clock, repeats=CHECK_REPEATS)
         fastest[number] = sum(map(min, times.values()))
-    return any(fastest[number] * STALE < fastest[count] for number in others)
+    best = min(others, key=fastest.__getitem__)
+    return best if fastest[best] * STALE < fastest[count] else count

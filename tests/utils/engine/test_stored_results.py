@@ -69,11 +69,14 @@ def test_a_number_of_threads_that_a_busy_machine_had_chosen_is_chosen_anew(
     first = start(file, threads=0)
     edit(file, {"threads": 1})
     speeds = FixedSpeeds(lambda name, threads, width: 1.0 if threads == 1 else step if width == 1 else wide)
-    fewer = partial(forward_timing.more_threads_are_faster, clock=lambda: speeds.now)
-    monkeypatch.setattr(engine, "more_threads_are_faster", lambda _, *counts: fewer(speeds.probe("invariant"), *counts))
+    best = partial(forward_timing.faster_threads, clock=lambda: speeds.now)
+    monkeypatch.setattr(engine, "faster_threads", lambda _, *counts: best(speeds.probe("invariant"), *counts))
     second = start(file, threads=0)
     assert first.state.verified and tests.call_count == 1 + too_few
     assert bool(second.state.tested_on) is not too_few and (too_few or second.state.threads == 1)
+    file.path.unlink()
+    third = start(file, threads=0)  # whose trials find one thread as fast
+    assert (third.state.threads, third.table["invariant"].threads) == ((2, 2) if too_few else (1, 1))
     calls = len(speeds.calls)
     for _ in range(2):
         assert start(file, threads=1).state.verified
