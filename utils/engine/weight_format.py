@@ -197,12 +197,21 @@ def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int)
 
 def smaller_form(models: Sequence[PreTrainedModel], available: int) -> str:
     """A sentence that names number formats in which the models would fit."""
-    working, known = _working_bytes(models), {"--engine-weights int8": "int8", "--engine-weights int4": "int4"}
-    sizes = {option: decoder_bytes(models, EngineWeights(kind)) + working for option, kind in known.items()}
+    blocks = [_blocks_of(model) for model in models]
+    known = [EngineWeights("gguf", blocks[0], blocks[-1]), EngineWeights("int8"), EngineWeights("int4")]
+    known = known if blocks[0] is not None else known[1:]
+    sizes = {f"--engine-weights {one.format}": decoder_bytes(models, one) for one in known}
     if models[0].dtype == torch.float32:
-        sizes = {"--dtype bfloat16": sum(matrix.nbytes for matrix in _matrices(models)) // 2 + working, **sizes}
-    fitting = [f"{option} ({byte_size(size)})" for option, size in sizes.items() if size <= available]
+        sizes = {"--dtype bfloat16": sum(matrix.nbytes for matrix in _matrices(models)) // 2, **sizes}
+    needs = {option: size + _working_bytes(models) for option, size in sizes.items()}
+    fitting = [f"{option} ({byte_size(need)})" for option, need in needs.items() if need <= available]
     return f"What would fit: {' or '.join(fitting)}." if fitting else "Use a smaller model, or one in a GGUF file."
+
+
+def _blocks_of(model: nn.Module) -> Mapping[str, BlockWeight] | None:
+    """The blocks of a model whose weights are in a GGUF file."""
+    sources = (source_of(part.weight) for part in model.modules() if isinstance(part, nn.Linear))
+    return next(filter(None, (getattr(source, "blocks", None) for source in sources)), None)
 
 
 def _working_bytes(models: Sequence[PreTrainedModel]) -> int:

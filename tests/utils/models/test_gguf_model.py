@@ -14,6 +14,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from torch import nn
 
+from utils.engine import weight_format
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.selftest import sample_logits
 from utils.engine.stored_weights import rows_of
@@ -65,6 +66,19 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert pair.engine.nbytes() == unpacked.engine.nbytes()
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_blocks_of_its_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_format, "_working_bytes", lambda models: 0)
+    pair, planned = load(file), load(file, engine_weights="gguf").engine
+    need = LAYER_ENGINES["invariant"](planned._models, [], planned._weights).need() + planned.nbytes()
+    for free in (need, need // 2):
+        pair.engine.available = lambda free=free: free
+        with pytest.raises(UserError) as caught:
+            pair.engine.use("auto", 1)
+        assert ("--engine-weights gguf" in str(caught.value)) == (free == need), caught.value
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])

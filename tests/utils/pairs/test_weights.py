@@ -127,10 +127,11 @@ def test_shared_memory_counts_once(tmp_path: Path) -> None:
 
 
 def test_notes_on_texts(wide: Path) -> None:
-    def has_note(**words: str) -> bool:
-        return any("/audit" in note for note in load(wide, wide, **words).notes)
+    def has_note(about: str = "/audit", **words: str) -> bool:
+        return any(about in note for note in load(wide, wide, **words).notes)
 
     assert has_note(quantize="bnb-int8")
+    assert has_note("--engine-weights", quantize="int8") and not has_note("--engine-weights")
     assert not has_note(dtype="bfloat16") and not has_note(quantize="int8", drafter_quantize="bnb-int8")
 
 
