@@ -1,6 +1,7 @@
 """Kernels of linear layers: the form in which weights are held, and layers that share an input."""
 
 import weakref
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tiny import tiny_llama
 from torch import Tensor, nn
 
+from utils.engine import compiled_products
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.invariant import CompiledBuilder
 from utils.engine.layer_engine import unreported
@@ -74,6 +76,19 @@ def test_values_of_16_bits_are_held_in_two_bytes(short: str) -> None:
         assert cast(CompiledKernel, kernel).form.kind == kind and torch.equal(kernel.weight(), weight.float())
         ones = torch.eye(64)[:, : weight.shape[1]]
         assert torch.equal(kernel(ones), weight.float().T), "a product with a unit vector is a column"
+
+
+def test_float16_is_widened_for_processors_without_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM would call a function that is not there."""
+    monkeypatch.setattr(compiled_products, "cpu_features", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(compiled_products.platform, "machine", lambda: "AMD64")
+    torch.manual_seed(0)
+    narrow = torch.randn(32, 64).half()
+    block = eight_bits(narrow.float())
+    halves = replace(block, scales=block.scales.half())
+    for weight, exact in ((narrow, narrow.float()), (halves, halves.dense())):
+        kernel = CompiledKernel([weight], None)
+        assert torch.float16 not in {part.dtype for part in kernel.tensors()} and torch.equal(kernel.weight(), exact)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
