@@ -21,7 +21,7 @@ from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report, attention_problem, unreported
 from utils.engine.lean_decoder import LeanDecoder
-from utils.engine.module_swap import EngineLinear, Kernel, restore_linears, swap_linears
+from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
@@ -60,7 +60,7 @@ class InvariantEngine(PlainEngine):
             model.set_attn_implementation(attention.NAME)
             if spec is not None:
                 head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
-                lean = LeanDecoder(spec, products_of(model, spec), cast(CompiledKernel, head), model)
+                lean = LeanDecoder(spec, products_of(model, spec), head, model)
                 self._replace_forward(model, lean)
             elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
@@ -141,7 +141,7 @@ class CompiledBuilder:
         # The weight of a layer that an engine has replaced would be unpacked first.
         self._heads = {id(head.weight) for head in heads if isinstance(head, nn.Linear)}
 
-    def __call__(self, layers: Sequence[nn.Linear]) -> list[Kernel]:
+    def __call__(self, layers: Sequence[nn.Linear]) -> list[CompiledKernel]:
         forms = [self._form(layer) for layer in layers]
         if have_one_form(forms):
             return [CompiledKernel(forms, _joined_bias(layers))]

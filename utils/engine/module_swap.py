@@ -5,33 +5,21 @@ product. Models that share weights still share them afterwards. Quantized layers
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from utils.engine.compiled_products import CompiledKernel
 from utils.freed_memory import trim_allocator
 
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PACKED_BEFORE_TRIM = 1 << 27  # weights
 
-
-class Kernel(Protocol):
-    """A weight (N, K) and the product with it."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map (..., K) to (..., N)."""
-
-    def weight(self) -> Tensor:
-        """Return the weight (N, K): the original values, or the rounded ones of a kernel that rounds."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield what the kernel keeps in memory."""
-
-
 # Layers that become one kernel, and where they are: their parents in the models that share them, and their names there.
 _Group = tuple[list[nn.Linear], list[tuple[nn.Module, list[str]]]]
-GroupBuilder = Callable[[Sequence[nn.Linear]], list[Kernel]]  # of layers with the same input: one for all, or for each
+# Of layers with the same input: one for all of them, or for each.
+GroupBuilder = Callable[[Sequence[nn.Linear]], list[CompiledKernel]]
 
 
 class FusedKernel:
@@ -40,7 +28,7 @@ class FusedKernel:
     The first layer computes it; the others take their part of it.
     """
 
-    def __init__(self, kernel: Kernel, sizes: Sequence[int]) -> None:
+    def __init__(self, kernel: CompiledKernel, sizes: Sequence[int]) -> None:
         self.kernel, self.sizes = kernel, list(sizes)
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()

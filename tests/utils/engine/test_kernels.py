@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_values_of_16_bits_are_held_in_two_bytes(short: str) -> None:
         model: Any = tiny_llama()
         model.lm_head = linear(weight)
         (kernel,) = CompiledBuilder(EngineWeights(), [model])([model.lm_head])
-        assert cast(CompiledKernel, kernel).form.kind == kind and torch.equal(kernel.weight(), weight.float())
+        assert kernel.form.kind == kind and torch.equal(kernel.weight(), weight.float())
         ones = torch.eye(64)[:, : weight.shape[1]]
         assert torch.equal(kernel(ones), weight.float().T), "a product with a unit vector is a column"
 
