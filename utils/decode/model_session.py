@@ -26,8 +26,6 @@ from utils.decode.recurrent import StateCheckpoint, check_cache_support, is_recu
 from utils.decode.sliding_window import check_sliding_window, empty_cache
 from utils.errors import UserError
 
-SHORT = (torch.bfloat16, torch.float16)
-
 
 class ModelSession:
     """One run's use of a model.
@@ -66,8 +64,9 @@ class ModelSession:
         self._checkpoint: StateCheckpoint | None = None
         parameters = _parameters(model)
         self._has_logits_to_keep = "logits_to_keep" in parameters
-        # To multiply a slice of states in 16 bits on a CPU, PyTorch copies the whole weight; chosen rows are no slice.
-        self._copies_head = model.device.type == "cpu" and getattr(model, "dtype", None) in SHORT
+        # PyTorch copies the whole weight to multiply a slice of states in 16 bits on a CPU, but not for rows by index.
+        in_16_bits = getattr(model, "dtype", None) in (torch.bfloat16, torch.float16)
+        self._copies_head = in_16_bits and model.device.type == "cpu"
         # Recurrent models such as Mamba name the argument differently.
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         if use_cache and self._cache_name not in parameters:

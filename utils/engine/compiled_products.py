@@ -88,8 +88,8 @@ def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
     return out
 
 
-def _read(values: Tensor) -> Tensor:
-    """Values in a format that machine code reads. Old x86 processors have no instruction for float16."""
+def _supported(values: Tensor) -> Tensor:
+    """The values in a format that the processor reads. Old x86 processors have no instructions for float16."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return values.float() if values.dtype == torch.float16 and is_x86 and "f16c" not in cpu_features() else values
 
@@ -113,11 +113,11 @@ class CompiledKernel:
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
             if kind != "uint4":
                 values = [part.contiguous().view(torch.int32) for part in values]
-            self._scales = _in_lanes([_read(block.scales) for block in blocks])
-            shifts = [_read(block.shifts) for block in blocks if block.shifts is not None]
+            self._scales = _in_lanes([_supported(block.scales) for block in blocks])
+            shifts = [_supported(block.shifts) for block in blocks if block.shifts is not None]
             self._shifts = _in_lanes(shifts) if shifts else None
         else:
-            values = [_read(weight.detach()) for weight in weights if isinstance(weight, Tensor)]
+            values = [_supported(weight.detach()) for weight in weights if isinstance(weight, Tensor)]
             kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None

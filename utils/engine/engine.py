@@ -300,7 +300,7 @@ class Engine:
         return True
 
     def _enough_threads(self, count: int) -> int:
-        """Which larger number of threads is clearly faster on a CPU, if one is and nothing requests their number."""
+        """Return `count`, or a larger number of threads that is clearly faster on a CPU, unless one was requested."""
         more = [number for number in machine.candidate_threads() if number > count]
         if not more or machine.requested_threads() or self._target.device.type != "cpu":
             return count

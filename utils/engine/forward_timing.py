@@ -186,8 +186,8 @@ def times_have_changed(
 def faster_threads(
     probe: ForwardProbe, count: int, others: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """Return with which of the other numbers of threads a decode step and a wide pass are clearly faster than with
-    `count`, or otherwise `count`. One thread may keep memory as busy as several, but is slower at a prompt.
+    """Return the fastest of the other numbers of threads if a decode step and a wide pass are clearly faster with it
+    than with `count`, and otherwise `count`. One thread may keep memory as busy as several, but is slower at a prompt.
     """
     fastest: dict[int, float] = {}
     for number in (*others, count):

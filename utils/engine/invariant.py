@@ -27,7 +27,8 @@ from utils.engine.stored_weights import release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights
+SHORT_FORMATS = (torch.bfloat16, torch.float16)
+FORMATS = (torch.float32, *SHORT_FORMATS)  # of models, and of weights in memory
 COMPARED_ROWS = 64  # of a weight that may hold values of 16 bits
 UNKNOWN_WINDOW = "its attention does not report its sliding window"
 
@@ -124,7 +125,7 @@ def _unsupported(model: PreTrainedModel) -> str:
 
 class CompiledBuilder:
     """Builds one compiled kernel for layers with the same input, in the format of `weights`, or one for each if their
-    forms differ. float32 weights whose values 16 bits can hold, as most files do, are held in these.
+    forms differ. float32 weights whose values fit into 16 bits are held in 16 bits, as in most files.
 
     models: the target first. A drafter's own layers have the format of drafters. Layers of no model belong to drafters
     that read hidden states, and have no name.
@@ -160,7 +161,7 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 def _shortened(form: Tensor) -> Tensor:
     """A float32 weight in a format of 16 bits if that holds the same values."""
-    for short in FORMATS[1:] if form.dtype == torch.float32 else ():
+    for short in SHORT_FORMATS if form.dtype == torch.float32 else ():
         # A few rows at a time, so that what is computed stays in the processor's cache. Most differ in the first.
         if all(torch.equal(rows.to(short).float(), rows) for rows in form.split(COMPARED_ROWS)):
             return form.to(short)

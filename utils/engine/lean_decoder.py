@@ -54,7 +54,7 @@ class LeanDecoder(EngineForward):
         with WORKERS.lock:  # programs share buffers
             states = self._layers(input_ids, cache, every=every)
         logits = self._logits(states[-1], kwargs.get("logits_to_keep", 0))
-        if every:  # as the drafters that read them compute
+        if every:  # in the format of the drafters that read them
             states = [state.to(self._spec.embedding.dtype) for state in states]
         self.unnormed = states.pop(-2) if every else None
         return CausalLMOutputWithPast(

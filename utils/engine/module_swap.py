@@ -61,7 +61,7 @@ class EngineLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.fused.kernel(x) if len(self.fused.sizes) == 1 else self.fused.output(x, self.index)
-        return out.to(x.dtype)  # of a kernel that computes more precisely
+        return out.to(x.dtype)  # kernels return float32
 
     @property
     def weight(self) -> Tensor:

@@ -227,7 +227,7 @@ def loaded_message(pair: Pair) -> str:
 
 
 def weight_notes(pair: Pair) -> Iterator[str]:
-    """Messages for the user where equal texts cannot be guaranteed."""
+    """Messages for the user about what the formats of weights mean for texts and speed."""
     name = pair.target_name
     if (kind := pair.request.engine_weights) in ROUNDED:
         yield f"with {kind} weights {name} is a different model, compared only with itself"

@@ -131,7 +131,7 @@ def test_a_block_is_causal_as_its_config_says(tmp_path, keys, rules):
     check_rounds(drafter, reference, target.model.embed_tokens.weight, count=0)
 
 
-@pytest.mark.parametrize(("rule", "in_16_bits"), [("coupled", False), ("rejection", True)])
+@pytest.mark.parametrize(("rule", "in_16_bits"), [("coupled", False), ("rejection", False), ("rejection", True)])
 def test_texts_are_those_of_the_target_alone(tmp_path, rule, in_16_bits):
     """An engine computes a target in 16 bits more precisely, and the drafter gets hidden states in its own format."""
     target = target_model(vocab_size=8).to(torch.bfloat16 if in_16_bits else torch.float32)
