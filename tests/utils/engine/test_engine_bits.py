@@ -161,7 +161,8 @@ def test_models_in_16_bits_that_cannot_be_read_have_equal_bits(
     assert Engine([model]).use("invariant", 1).verified and engine_forward(model) is None
     assert_bits_of_single_steps(model, context, Random(2))
     ours = stepwise_logits(model, context)
-    assert ours.dtype == dtype and torch.allclose(ours.float(), plain.float(), atol=0.05)
+    assert ours.dtype == dtype
+    assert torch.dist(ours.float(), plain.float()) < 0.05 * plain.float().norm(), "the same up to rounding"
 
 
 def test_models_in_float64_are_refused() -> None:

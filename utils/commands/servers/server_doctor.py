@@ -65,7 +65,7 @@ OPTIONS = {
 ATTEMPTS = 3  # requests of a prompt until its figures belong to this request alone
 SAME_TARGET = 0.8  # the share of its greedy text that a target of the same weights predicts, whatever its number format
 RULE = "rejection"  # for drafts drawn from the drafter's distribution; every program that samples drafts has it
-LEAST_READING = 0.05  # the first acceptance of a reading that can explain anything
+LEAST_READING = 0.05  # the first acceptance that a reading can explain: unrelated drafts are accepted at less, too
 FILLER = "Background, which may be irrelevant:\n{}\n\n{}"
 EXAMPLE = "/server doctor spec"
 NO_HALF = (
@@ -442,13 +442,14 @@ class ServerExamination:
         if not isinstance(drafter, FeatureDrafter):
             return
         own, others, matches = drafter.conventions, other_readings(drafter), dict[str, float]()
+        measured = rate(probe.measured, 0) or 0.0
         try:
             for name, conventions in others.items():
                 yield Progress(f"trying the reading: {name} ...")
                 drafter.conventions = conventions
                 counts = [self._replayed(probe.name, text)[0] for text in self.texts[probe.name].values()]
                 first = rate(counts, 0) or 0.0
-                if first > LEAST_READING and agrees(probe.measured, counts):
+                if min(first, measured) > LEAST_READING and agrees(probe.measured, counts):
                     matches[name] = first
         finally:
             drafter.conventions = own
