@@ -405,9 +405,11 @@ def tile_shapes(form: PackedForm) -> list[TileShape]:
             TileShape(2, range(10, 13), 2048 if is_float32 else 4096),
             TileShape(3, range(1, 10), 256 if is_float32 else 1024),
         ]
+    one, last = TileShape(4, range(1, 2), 256), TileShape(1, some, 1024 if is_float32 else 2048)
     if form.rounded:
-        return [TileShape(4, range(1, 2), 256), TileShape(1, range(3, 5), 2048), TileShape(2, few, 512)]
-    return [TileShape(4, range(1, 2), 256), TileShape(3, few, 256), TileShape(1, some, 1024 if is_float32 else 2048)]
+        return [one, TileShape(2, few, 512), last]
+    three = [TileShape(2, range(3, 4), 1024)] if is_float32 else []  # others need registers to be unpacked
+    return [one, TileShape(3, few, 256), *three, last]
 
 
 def tile_of(form: PackedForm, rows: int, blocks: int) -> tuple[int, int]:
