@@ -132,7 +132,8 @@ def save_drafter(
     Raises UserError if the folder cannot be written.
     """
     drafted = _tensors(weights, around, vocabulary_size(target))
-    tensors = {name: part.detach().cpu().contiguous() for name, part in drafted.items()}
+    # Copies, because an embedding may be in memory in another form.
+    tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in drafted.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as file:

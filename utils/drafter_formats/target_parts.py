@@ -25,6 +25,7 @@ from utils.models.sources import StoredTensor
 NAME, VERSION = "target.json", 1
 # Number formats move a fingerprint by less than this share of its norm; different models are further apart.
 FINGERPRINT_TOLERANCE = 0.02
+ROWS_AT_ONCE = 4096  # of two weights that are compared
 
 
 class DraftHead(nn.Module):
@@ -141,7 +142,11 @@ def misfit(checkpoint: DrafterCheckpoint, reason: str) -> UserError:
 
 
 def _same(weight: Tensor, own: Tensor) -> bool:
-    return weight.shape == own.shape and torch.equal(weight.to(own.device, own.dtype), own)
+    """Whether weights are equal in the format of the second one. Some rows at a time, because they may be large."""
+    parts = (slice(start, start + ROWS_AT_ONCE) for start in range(0, len(own), ROWS_AT_ONCE))
+    return weight.shape == own.shape and all(
+        torch.equal(weight[part].to(own.device, own.dtype), own[part]) for part in parts
+    )
 
 
 def _names_part(checkpoint: DrafterCheckpoint, rows: int) -> bool:
@@ -220,6 +225,6 @@ def fingerprint(target: PreTrainedModel) -> Tensor:
     norms = [
         part.detach()[:8] for name, part in sorted(target.named_parameters()) if part.dim() == 1 and "norm" in name
     ]
-    parts = [embedding[rows, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
+    parts = [embedding[rows][:, :16].float().flatten(), *([torch.cat(norms).float()] if norms else [])]
     # Embedding and norms have different scales. Normalised, both count the same.
     return torch.cat([(part / part.norm().clamp(min=1e-12)).cpu() for part in parts])

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from utils.decode.engine_forward import MAX_WIDTH, CompiledEntries
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, RotaryTables, product_of, products_of
 from utils.engine.decoder_spec import DecoderSpec, DraftSpec, JoinedInput
 from utils.engine.machine_code import WORKERS, floats
+from utils.engine.stored_weights import embedded
 
 
 class DraftProgram(DecoderProgram):
@@ -81,7 +81,7 @@ class CompiledDrafter(CompiledEntries):
         with WORKERS.lock:  # programs share buffers
             program = self._program(count)
             program.states[0].copy_(states)
-            program.tokens.copy_(embedding(tokens, self._model.embed_tokens.weight))
+            program.tokens.copy_(embedded(tokens, self._model.embed_tokens.weight))
             program.follow(first, self._rotary, cache.layers)
             program.run()
             return program.states[-1][-1:].clone(), program.logits[:, : self._products.head[0].outputs].clone()

@@ -215,6 +215,10 @@ class CompiledKernel:
         shifts = None if self._shifts is None else self._in_rows(self._shifts)
         return BlockWeight(rows, self._in_rows(self._scales), shifts, self._group, self._bits, self.form.offset).dense()
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows (T, K) of a weight that is not rounded, for ids (T,), in float32."""
+        return self._values[ids // LANES, :, ids % LANES].float()
+
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
 

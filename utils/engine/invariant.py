@@ -23,7 +23,7 @@ from utils.engine.layer_engine import BIT_IDENTICAL, Extent, PlainEngine, Report
 from utils.engine.lean_decoder import LeanDecoder
 from utils.engine.module_swap import EngineLinear, restore_linears, swap_linears
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import release
+from utils.engine.stored_weights import TableRows, origin_of, release
 from utils.engine.weight_blocks import BlockWeight, have_one_form
 from utils.engine.weight_format import EngineWeights, decoder_bytes, freed_bytes, weight_format
 
@@ -143,13 +143,25 @@ class CompiledBuilder:
         self._heads = {id(head.weight) for head in heads if isinstance(head, nn.Linear)}
 
     def __call__(self, layers: Sequence[nn.Linear]) -> list[CompiledKernel]:
+        if (kernel := self._joined(layers)) is not None:
+            return [kernel]
         forms = [self._form(layer) for layer in layers]
         if have_one_form(forms):
             return [CompiledKernel(forms, _joined_bias(layers))]
         return [CompiledKernel([form], layer.bias) for form, layer in zip(forms, layers, strict=True)]
 
+    def _joined(self, layers: Sequence[nn.Linear]) -> CompiledKernel | None:
+        """The kernel of an output head that an embedding shares already."""
+        (_, weights), rows = self._of(layers[0]), origin_of(layers[0].weight)
+        is_same = weights.as_loaded and layers[0].bias is None and len(layers) == 1
+        return rows.kernel if is_same and isinstance(rows, TableRows) else None
+
+    def _of(self, layer: nn.Linear) -> tuple[str, EngineWeights]:
+        """The name of a layer and its format."""
+        return self._known.get(id(layer), ("", self._others))
+
     def _form(self, layer: nn.Linear) -> Tensor | BlockWeight:
-        name, weights = self._known.get(id(layer), ("", self._others))
+        name, weights = self._of(layer)
         form = weights.form(name, layer.weight, is_head=id(layer.weight) in self._heads)
         return form if isinstance(form, BlockWeight) else _shortened(form)
 

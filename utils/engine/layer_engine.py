@@ -55,6 +55,7 @@ class PlainEngine:
         if self.need():
             report("reading the weights")
         fill(self._models)
+        self._compute(self._helpers)
         return ""
 
     def add_helper(self, helper: nn.Module) -> None:
@@ -64,6 +65,7 @@ class PlainEngine:
 
     def _compute(self, helpers: Sequence[nn.Module]) -> None:
         """Compute helpers in the installed engine, as far as that is not so yet."""
+        fill(helpers)
 
     def drop_helper(self, helper: nn.Module) -> None:
         self._helpers.remove(helper)
@@ -89,7 +91,7 @@ class PlainEngine:
         self._replaced = []
         for helper in self._helpers:
             vars(helper).pop("compiled", None)
-        release(self._models)
+        release([*self._models, *self._helpers])
 
 
 def install_with_fallback(engine: PlainEngine, report: Report, differs: Callable[[], str] = str) -> str:

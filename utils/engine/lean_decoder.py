@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -21,6 +20,7 @@ from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.decoder_spec import DecoderSpec
 from utils.engine.machine_code import WORKERS
+from utils.engine.stored_weights import embedded
 
 PROGRAMS = 128  # the most that are kept: for all common widths, with and without states, and for some prompts
 
@@ -91,7 +91,7 @@ class LeanDecoder(EngineForward):
         """
         spec, (batch, count) = self._spec, ids.shape
         program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
-        x = embedding(ids, spec.embedding).reshape(batch * count, -1).float()
+        x = embedded(ids, spec.embedding).reshape(batch * count, -1).float()
         torch.mul(x, spec.embedding_scale, out=program.states[0])
         program.follow(past, self.rotary, cache.layers)
         program.run(fills=in_prefill() and not every)

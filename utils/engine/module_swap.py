@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.engine.compiled_products import CompiledKernel
+from utils.engine.stored_weights import TableRows, origin_of, source_of
 from utils.freed_memory import trim_allocator
 
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -55,7 +56,7 @@ class EngineLinear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.fused, self.index, self._dtype = fused, index, layer.weight.dtype
         self.original = (
-            layer.weight if tied or layer.weight.is_meta else None,
+            layer.weight if tied or source_of(layer.weight) is not None else None,
             layer.bias,
         )  # a tuple, so that they are not registered
 
@@ -96,7 +97,10 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
             packed = 0
         for parent, names in places:
             for layer, name, part in zip(layers, names, parts, strict=True):
-                setattr(parent, name, EngineLinear(*part, layer, tied=id(layer.weight) in embedded))
+                tied = id(layer.weight) in embedded
+                setattr(parent, name, EngineLinear(*part, layer, tied=tied))
+                if tied and isinstance(rows := origin_of(layer.weight), TableRows):
+                    rows.join(part[0].kernel)
 
 
 def restore_linears(models: Iterable[nn.Module]) -> None:
@@ -109,6 +113,8 @@ def restore_linears(models: Iterable[nn.Module]) -> None:
                 key, (tied, bias) = (id(child.fused), child.index), child.original
                 if key not in restored:
                     own = tied is None
+                    if tied is not None and isinstance(rows := origin_of(tied), TableRows):
+                        rows.leave(child.fused.kernel)
                     restored[key] = nn.Parameter(child.weight.contiguous(), requires_grad=False) if own else tied
                 # On the meta device no weight is allocated that would be replaced at once.
                 layer = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, activations
 
 from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm, RopeTable
-from utils.engine.stored_weights import rows_of, source_of
+from utils.engine.stored_weights import RowTable, rows_of, source_of
 
 
 class Windows(Enum):
@@ -112,7 +112,7 @@ def check_parameters(model: PreTrainedModel) -> None:
     formats, devices = set(), set()
     for name, parameter in model.named_parameters():
         # Quantized tensors are of other classes.
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+        if type(parameter) not in (nn.Parameter, RowTable) or not parameter.is_floating_point():
             raise Unreadable(f"its parameter {name} is not an ordinary floating-point tensor")
         formats.add(parameter.dtype)
         if source_of(parameter) is None:  # engines read weights that are in files

@@ -2,15 +2,20 @@
 
 A layer whose weight is in a file holds a placeholder: a parameter on the meta device with a source. Engines read one
 layer at a time into a layout of their own, so that a weight is in memory only in the form in which it is computed.
+An embedding is a RowTable: its rows are in memory in the format of their file, or in the output head that shares them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.utils._pytree import tree_map
+
+from utils.engine.compiled_products import CompiledKernel
 
 
 class WeightSource(Protocol):
@@ -46,6 +51,87 @@ class RowsOf:
         return self.source.stored()[self.rows]
 
 
+class TableRows:
+    """The rows of an embedding (N, K): a tensor in the number format of their file, or a kernel of the same values.
+
+    It is a `WeightSource`, which reads the file again where a kernel has them.
+    """
+
+    def __init__(self, file: WeightSource, dtype: torch.dtype) -> None:
+        """dtype: the model's number format."""
+        self._file, self.dtype, self.name, self.itemsize = file, dtype, file.name, file.itemsize
+        self.values: Tensor | None = file.stored().clone()  # a copy, because files change
+        self.shape, self._format = self.values.shape, self.values.dtype
+        self.kernel: CompiledKernel | None = None
+        self.filled: Callable[[], Tensor | None] = lambda: None  # the whole in the model's number format, if it is used
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) in the model's number format."""
+        if self.kernel is None:
+            return embedding(ids, self.stored()).to(self.dtype)
+        rows = self.kernel.rows(ids.flatten()).to(self.dtype)
+        return rows.view(*ids.shape, -1)
+
+    def read(self) -> Tensor:
+        filled = self.filled()
+        return self.stored().to(self.dtype) if filled is None else filled.detach()
+
+    def stored(self) -> Tensor:
+        return self._file.stored() if self.values is None else self.values
+
+    def join(self, kernel: CompiledKernel) -> None:
+        """Leave the rows to a kernel that was made from them, if it holds the same values."""
+        if kernel.form.kind == str(self._format).removeprefix("torch."):
+            self.kernel, self.values = kernel, None
+
+    def leave(self, kernel: CompiledKernel) -> None:
+        """Keep the rows in a tensor again before a kernel is given up."""
+        if self.kernel is kernel:
+            self.values, self.kernel = kernel.weight().to(self._format), None
+
+
+class RowTable(Tensor):
+    """The weight of an embedding, whose rows are in memory in another form. Any other use of it converts the whole."""
+
+    source: TableRows
+
+    @staticmethod
+    def __new__(cls, source: TableRows) -> "RowTable":
+        return Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device="cpu")  # type: ignore
+
+    def __init__(self, source: TableRows) -> None:
+        self.source = source
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.source.values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """What is in memory besides kernels."""
+        return ["values"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        aten, first = torch.ops.aten, args[0]
+        if func is aten.detach.default:
+            return cls(first.source)
+        if func is aten.embedding.default:
+            return first.source.rows(args[1])
+        if func is aten.index.Tensor and len(args[1]) == 1:
+            return first.source.rows(args[1][0])
+        if func is aten.slice.Tensor and args[1] == 0:
+            return first.source.stored()[slice(*args[2:])].to(first.dtype)
+        args, kwargs = tree_map(lambda part: part.source.read() if isinstance(part, cls) else part, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def embedded(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of an embedding."""
+    return weight.source.rows(ids) if isinstance(weight, RowTable) else embedding(ids, weight)
+
+
 def placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
     """Return a parameter of the same shape and number format that holds no data."""
     empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
@@ -54,8 +140,8 @@ def placeholder(weight: Tensor, source: WeightSource) -> nn.Parameter:
 
 
 def source_of(weight: Tensor) -> WeightSource | None:
-    """Return where a weight lies, if it is a placeholder."""
-    return origin_of(weight) if weight.is_meta else None
+    """Return where a weight lies, if it is a placeholder or a table of rows."""
+    return origin_of(weight) if weight.is_meta or isinstance(weight, RowTable) else None
 
 
 def origin_of(weight: Tensor) -> WeightSource | None:
@@ -133,6 +219,8 @@ fill_before_forward.keeps_outputs = True  # type: ignore[attr-defined]  # it cha
 def _filled(empty: Any, weight: Tensor) -> nn.Parameter:
     held: Any = nn.Parameter(weight, requires_grad=False)
     held.empty, empty.filled = empty, ref(held)
+    if isinstance(empty, RowTable):
+        empty.source.filled = ref(held)
     return held  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from utils.decode.generation_rules import GenerationRules
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import fill_before_forward, placeholder, with_placeholder
+from utils.engine.stored_weights import RowTable, TableRows, fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
 from utils.files import file_state, has_changed
 from utils.models.memory import Placement, plan_memory
@@ -182,6 +182,8 @@ def _place(model: PreTrainedModel, name: str, entry: FileTensor) -> None:
     if type(module) is nn.Linear and leaf == "weight":
         is_head = module is model.get_output_embeddings()
         made = with_placeholder(entry.read(), entry) if is_head else placeholder(module.weight, entry)
+    elif module is model.get_input_embeddings():
+        made = nn.Parameter(RowTable(TableRows(entry, entry.dtype)), requires_grad=False)
     else:
         made = nn.Parameter(entry.read(), requires_grad=False)
     setattr(module, leaf, made)

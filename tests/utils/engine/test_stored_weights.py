@@ -19,7 +19,7 @@ from utils.engine import Engine
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.layer_engine import unreported
 from utils.engine.stored_results import ResultFile
-from utils.engine.stored_weights import fill, in_files, release, source_of
+from utils.engine.stored_weights import RowTable, fill, in_files, release, source_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights, tensor_bytes
 from utils.errors import UserError
@@ -71,11 +71,67 @@ def test_weights_in_files_give_the_bits_of_weights_in_memory(
         assert in_files(stored)
 
 
-def test_a_stored_format_is_converted_to_that_of_the_model(tmp_path: Path) -> None:
-    tiny_llama(vocab_size=96).bfloat16().save_pretrained(tmp_path)
+@pytest.mark.parametrize(("engine", "kind"), [("plain", "float32"), ("invariant", "float32"), ("invariant", "int8")])
+@pytest.mark.parametrize("build", [TIED, UNTIED, partial(tiny_model, "gemma3_text")])
+def test_a_stored_format_is_converted_to_that_of_the_model(build: Any, engine: str, kind: str, tmp_path: Path) -> None:
+    build().bfloat16().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    expected = computed(model, "invariant", EngineWeights())
-    assert torch.equal(computed(loaded(tmp_path), "invariant", EngineWeights()), expected)
+    stored, expected = loaded(tmp_path), computed(model, engine, EngineWeights(kind))
+    for _ in range(2):
+        assert torch.equal(computed(stored, engine, EngineWeights(kind)), expected)
+
+
+@torch.no_grad()
+def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
+    model, ids = tiny_llama(vocab_size=90, tie_word_embeddings=True).bfloat16(), torch.tensor([[5, 89, 5], [0, 17, 16]])
+    model.save_pretrained(tmp_path)
+    stored, whole = loaded(tmp_path), model.get_input_embeddings().weight
+    embedding = stored.get_input_embeddings()
+    table, own = embedding.weight, 2 * whole.numel()
+    layers = sum(part.nbytes for name, part in model.named_parameters() if "proj" in name)
+    rest = tensor_bytes([stored]) - own  # norms and buffers
+    assert 0 < rest < 0.2 * own
+    for format, held in (("float32", -(-90 // 16) * 16 * whole.shape[1] * 2), ("int8", own)):
+        engine = LAYER_ENGINES["invariant"]([stored], [], EngineWeights(format))
+        assert engine.install(unreported) == "" and (table.values is None) == (format == "float32")
+        if format == "float32":
+            assert engine.nbytes() == held + layers + rest
+        assert torch.equal(embedding(ids), whole[ids].float())
+        assert torch.equal(table[ids[0]], whole[ids[0]].float()) and torch.equal(
+            table @ table.T, whole.float() @ whole.float().T
+        )
+        engine.remove()
+        assert torch.equal(table.values, whole), "the next engine begins with the values of the file"
+
+
+def test_rows_of_a_packed_head_are_compared_with_its_file(tmp_path: Path) -> None:
+    model = from_files(tmp_path, tiny_llama(vocab_size=96, tie_word_embeddings=True))
+    table = model.get_input_embeddings().weight
+    expected = table[3:20].clone()
+    engine = LAYER_ENGINES["invariant"]([model], [], EngineWeights())
+    engine.install(unreported)
+    next(table.source.kernel.tensors()).zero_()  # as if packing were wrong
+    assert torch.equal(table[3:20], expected) and not embedding_rows(model, 3, 20).any()
+
+
+def embedding_rows(model: Any, start: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = model.get_input_embeddings()(torch.arange(start, end))
+    return rows
+
+
+def test_a_drafter_shares_the_whole_head_of_a_target_in_plain_layers(tmp_path: Path) -> None:
+    tiny_llama(vocab_size=96, tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    drafter = nn.Sequential(nn.Linear(8, 8, device="meta"))
+    drafter[0].weight = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
+    engine = LAYER_ENGINES["plain"]([model], [drafter], EngineWeights())
+    for _ in range(2):
+        engine.install(unreported)
+        weights = drafter[0].weight, model.get_output_embeddings().weight
+        assert {type(weight) for weight in weights} == {nn.Parameter}
+        assert weights[0].data_ptr() == weights[1].data_ptr(), "in memory once"
+        engine.remove()
+        assert type(drafter[0].weight) is RowTable and drafter[0].weight is not model.get_output_embeddings().weight
 
 
 def test_rounded_weights_are_those_of_the_format_of_the_model(tmp_path: Path) -> None:
