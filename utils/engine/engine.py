@@ -254,7 +254,7 @@ class Engine:
     def _memory_problem(self, name: str) -> str:
         """Why an engine does not fit into memory, if it does not."""
         freed = max(0, self._engine.nbytes() - self._held)  # by the engine that is in use now
-        return memory_problem(self._models, self._built(name).need(), self.available() + freed)
+        return memory_problem(self._models, self._built(name).need(), self.available() + freed, self._weights)
 
     def _prepare(
         self, name: str, thread_count: int, stored: StoredResult | None, extent: Extent = "first"

@@ -49,7 +49,7 @@ class InvariantEngine(PlainEngine):
         return f"{self._format.format} weights are computed for models in float32 only"
 
     def need(self) -> int:
-        return max(0, decoder_bytes(self._models, self._format) - freed_bytes(self._models))
+        return max(0, decoder_bytes(self._models, self._format) - freed_bytes(self._models, self._format))
 
     def install(self, report: Report = unreported) -> str:
         release(self._models)

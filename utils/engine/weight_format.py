@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from utils.decode.model_info import cache_bytes
 from utils.engine.module_swap import EngineLinear
-from utils.engine.stored_weights import RowsOf, data, origin_of, source_of, stored_data
+from utils.engine.stored_weights import RowsOf, TableRows, data, origin_of, source_of, stored_data
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 from utils.text import byte_size
 
@@ -160,7 +160,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """The weight of a linear layer. nbytes: as loaded. stored: in the number format of its file. is_held: in memory.
-    is_tied: also an embedding. is_drafter: of a drafter with weights of its own.
+    is_tied: also an embedding. joins: an embedding gives its rows up if the weight keeps its format. is_drafter: of a
+    drafter with weights of its own.
     """
 
     name: str
@@ -169,6 +170,7 @@ class _Matrix:
     stored: int
     is_held: bool
     is_tied: bool
+    joins: bool
     is_drafter: bool
 
 
@@ -182,14 +184,16 @@ def decoder_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> 
     return sum(_bytes(matrix, weights) for matrix in _matrices(models))
 
 
-def freed_bytes(models: Sequence[PreTrainedModel]) -> int:
+def freed_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
     """Return the bytes of linear weights in memory that packing frees: all that no embedding needs."""
-    return sum(matrix.nbytes for matrix in _matrices(models) if matrix.is_held and not matrix.is_tied)
+    matrices = _matrices(models)
+    joined = sum(matrix.stored for matrix in matrices if matrix.joins and weights.as_loaded)
+    return joined + sum(matrix.nbytes for matrix in matrices if matrix.is_held and not matrix.is_tied)
 
 
-def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int) -> str:
+def memory_problem(models: Sequence[PreTrainedModel], need: int, available: int, weights: EngineWeights) -> str:
     """Say that an engine does not fit into memory, if it does not. need: bytes of its weights."""
-    total = need + _working_bytes(models)
+    total = need + _working_bytes(models, weights)
     if models[0].device.type != "cpu" or total <= available:
         return ""
     return f"it needs {byte_size(total)} of memory, and {byte_size(available)} are available"
@@ -200,10 +204,12 @@ def smaller_form(models: Sequence[PreTrainedModel], available: int) -> str:
     blocks = [_blocks_of(model) for model in models]
     known = [EngineWeights("gguf", blocks[0], blocks[-1]), EngineWeights("int8"), EngineWeights("int4")]
     known = known if blocks[0] is not None else known[1:]
-    sizes = {f"--engine-weights {one.format}": decoder_bytes(models, one) for one in known}
+    needs = {
+        f"--engine-weights {one.format}": decoder_bytes(models, one) + _working_bytes(models, one) for one in known
+    }
     if models[0].dtype == torch.float32:
-        sizes = {"--dtype bfloat16": sum(matrix.nbytes for matrix in _matrices(models)) // 2, **sizes}
-    needs = {option: size + _working_bytes(models) for option, size in sizes.items()}
+        size = sum(matrix.nbytes for matrix in _matrices(models)) // 2
+        needs = {"--dtype bfloat16": size + _working_bytes(models, EngineWeights()), **needs}
     fitting = [f"{option} ({byte_size(need)})" for option, need in needs.items() if need <= available]
     return f"What would fit: {' or '.join(fitting)}." if fitting else "Use a smaller model, or one in a GGUF file."
 
@@ -214,11 +220,11 @@ def _blocks_of(model: nn.Module) -> Mapping[str, BlockWeight] | None:
     return next(filter(None, (getattr(source, "blocks", None) for source in sources)), None)
 
 
-def _working_bytes(models: Sequence[PreTrainedModel]) -> int:
-    """What is needed besides weights: the largest one in float32 while it is read, KV caches, logits."""
+def _working_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
+    """What is needed besides weights: a copy of the largest one, in float32 where it is rounded, KV caches, logits."""
     largest = max((matrix.count for matrix in _matrices(models)), default=0)
     typical, longer = sum(cache_bytes(model, CONTEXT) for model in models), cache_bytes(models[0], LONG)
-    return 5 * largest + max(typical, min(LONG_BYTES, longer)) + BUFFERS
+    return (2 if weights.as_loaded else 5) * largest + max(typical, min(LONG_BYTES, longer)) + BUFFERS
 
 
 def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
@@ -237,8 +243,13 @@ def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         source = None if weight is None else source_of(weight)
         stored = count * (size if source is None else source.itemsize)
-        is_tied, is_drafter = id(weight) in tied, model is not models[0]
-        found[key] = _Matrix(name, count, count * size, stored, source is None, is_tied, is_drafter)
+        joins = isinstance(source, TableRows) and source.values is not None
+        found[key] = _Matrix(
+            *(name, count, count * size, stored, source is None),
+            is_tied=id(weight) in tied,
+            joins=joins,
+            is_drafter=model is not models[0],
+        )
     return [*found.values()]
 
 

@@ -76,7 +76,7 @@ def no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def working(engine: Engine) -> int:
-    return weight_format._working_bytes(engine._models)
+    return weight_format._working_bytes(engine._models, engine._weights)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_an_engine_that_does_not_fit_is_refused_with_figures_and_what_would_fit(
     installed: list[str] = []
     engine.report = installed.append
     with pytest.raises(
-        UserError, match=r"needs 4\d\.\d MB of memory, and 1\d\.\d MB are available\. What would fit"
+        UserError, match=r"needs 3\d\.\d MB of memory, and 1\d\.\d MB are available\. What would fit"
     ) as error:
         engine.use(name, 1)
     message = str(error.value)

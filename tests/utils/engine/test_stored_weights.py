@@ -93,9 +93,11 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
     assert 0 < rest < 0.2 * own
     for format, held in (("float32", -(-90 // 16) * 16 * whole.shape[1] * 2), ("int8", own)):
         engine = LAYER_ENGINES["invariant"]([stored], [], EngineWeights(format))
+        need = engine.need()
         assert engine.install(unreported) == "" and (table.values is None) == (format == "float32")
         if format == "float32":
             assert engine.nbytes() == held + layers + rest
+            assert need == layers, "the head takes the place of the embedding"
         assert torch.equal(embedding(ids), whole[ids].float())
         assert torch.equal(table[ids[0]], whole[ids[0]].float()) and torch.equal(
             table @ table.T, whole.float() @ whole.float().T

@@ -71,7 +71,7 @@ def test_logits_have_the_bits_of_the_unpacked_model(
 def test_a_model_that_does_not_fit_is_refused_with_the_blocks_of_its_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_format, "_working_bytes", lambda models: 0)
+    monkeypatch.setattr(weight_format, "_working_bytes", lambda models, weights: 0)
     pair, planned = load(file), load(file, engine_weights="gguf").engine
     need = LAYER_ENGINES["invariant"](planned._models, [], planned._weights).need() + planned.nbytes()
     for free in (need, need // 2):
