@@ -13,6 +13,7 @@ from tiny import save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from utils.decode import sliding_window
 from utils.decode.layer_cut import first_layers
 from utils.decode.model_session import ModelSession
 from utils.engine import Engine
@@ -158,6 +159,18 @@ def test_the_forward_pass_of_transformers_reads_what_is_in_files(tmp_path: Path)
     assert torch.equal(stored(ids).logits, model(ids).logits) and not in_files(stored)
     release([stored])
     assert in_files(stored) and torch.equal(stored(ids).logits, model(ids).logits)
+
+
+def test_sessions_before_an_engine_read_no_weights(tmp_path: Path) -> None:
+    """A model with sliding windows is checked with transformers' forward pass, for which all weights would be read."""
+    model = from_files(tmp_path, tiny_model("gemma3_text"))
+    ModelSession(model)
+    assert in_files(model)
+    engine = LAYER_ENGINES["plain"]([model], [], EngineWeights())
+    engine.install(unreported)
+    assert model not in sliding_window._keeps_all
+    ModelSession(model)
+    assert sliding_window._keeps_all[model] is False
 
 
 def test_models_that_share_a_placeholder_share_its_weight(tmp_path: Path) -> None:
