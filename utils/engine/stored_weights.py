@@ -69,8 +69,7 @@ class TableRows:
         """Return rows (..., K) in the model's number format."""
         if self.kernel is None:
             return embedding(ids, self.stored()).to(self.dtype)
-        rows = self.kernel.rows(ids.flatten()).to(self.dtype)
-        return rows.view(*ids.shape, -1)
+        return self.kernel.rows(ids.flatten()).to(self.dtype).view(*ids.shape, -1)
 
     def read(self) -> Tensor:
         filled = self.filled()
@@ -88,6 +87,10 @@ class TableRows:
         """Keep the rows in a tensor again before a kernel is given up."""
         if self.kernel is kernel:
             self.values, self.kernel = kernel.weight().to(self._format), None
+
+
+# Operations that read a part of a tensor.
+_PARTS = (torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int)
 
 
 class RowTable(Tensor):
@@ -114,17 +117,15 @@ class RowTable(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        aten, first = torch.ops.aten, args[0]
-        if func is aten.detach.default:
+        first, kwargs = args[0], kwargs or {}
+        if func is torch.ops.aten.detach.default:
             return cls(first.source)
-        if func is aten.embedding.default:
+        if func is torch.ops.aten.embedding.default:
             return first.source.rows(args[1])
-        if func is aten.index.Tensor and len(args[1]) == 1:
-            return first.source.rows(args[1][0])
-        if func is aten.slice.Tensor and args[1] == 0:
-            return first.source.stored()[slice(*args[2:])].to(first.dtype)
+        if func in _PARTS:
+            return func(first.source.stored(), *args[1:], **kwargs).to(first.dtype)
         args, kwargs = tree_map(lambda part: part.source.read() if isinstance(part, cls) else part, (args, kwargs))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def embedded(ids: Tensor, weight: Tensor) -> Tensor:

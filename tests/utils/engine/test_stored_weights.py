@@ -100,6 +100,8 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
             assert engine.nbytes() == held + layers + rest
             assert need == layers, "the head takes the place of the embedding"
         assert torch.equal(embedding(ids), whole[ids].float())
+        for part in (slice(3, None), slice(-20, 80, 7), torch.tensor([-1, 4]), torch.arange(90) % 3 == 0, -5):
+            assert torch.equal(table[part], whole[part].float())
         assert torch.equal(table[ids[0]], whole[ids[0]].float()) and torch.equal(
             table @ table.T, whole.float() @ whole.float().T
         )
