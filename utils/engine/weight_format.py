@@ -160,8 +160,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """The weight of a linear layer. nbytes: as loaded. stored: in the number format of its file. is_held: in memory.
-    is_tied: also an embedding. joins: an embedding gives its rows up if the weight keeps its format. is_drafter: of a
-    drafter with weights of its own.
+    is_tied: also an embedding. joins: an embedding gives its rows up if the weight keeps its format. in_blocks: of a
+    GGUF file. is_drafter: of a drafter with weights of its own.
     """
 
     name: str
@@ -171,6 +171,7 @@ class _Matrix:
     is_held: bool
     is_tied: bool
     joins: bool
+    in_blocks: bool
     is_drafter: bool
 
 
@@ -221,10 +222,10 @@ def _blocks_of(model: nn.Module) -> Mapping[str, BlockWeight] | None:
 
 
 def _working_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
-    """What is needed besides weights: a copy of the largest one, in float32 where it is rounded, KV caches, logits."""
-    largest = max((matrix.count for matrix in _matrices(models)), default=0)
+    """What is needed besides weights: copies of one, in float32 where it is rounded or unpacked, KV caches, logits."""
+    copies = (matrix.count * (2 if weights.as_loaded and not matrix.in_blocks else 5) for matrix in _matrices(models))
     typical, longer = sum(cache_bytes(model, CONTEXT) for model in models), cache_bytes(models[0], LONG)
-    return (2 if weights.as_loaded else 5) * largest + max(typical, min(LONG_BYTES, longer)) + BUFFERS
+    return max(copies, default=0) + max(typical, min(LONG_BYTES, longer)) + BUFFERS
 
 
 def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
@@ -243,11 +244,11 @@ def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         source = None if weight is None else source_of(weight)
         stored = count * (size if source is None else source.itemsize)
-        joins = isinstance(source, TableRows) and source.values is not None
         found[key] = _Matrix(
             *(name, count, count * size, stored, source is None),
             is_tied=id(weight) in tied,
-            joins=joins,
+            joins=isinstance(source, TableRows) and source.values is not None,
+            in_blocks=hasattr(source, "blocks"),
             is_drafter=model is not models[0],
         )
     return [*found.values()]

@@ -68,6 +68,14 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     assert pair.engine.nbytes() == unpacked.engine.nbytes()
 
 
+def test_the_budget_has_room_for_a_weight_that_is_unpacked(file: Path) -> None:
+    [model, *_] = load(file).engine._models
+    head, linears = model.get_output_embeddings(), (part for part in model.modules() if isinstance(part, nn.Linear))
+    layers = max(part.in_features * part.out_features for part in linears if part is not head)
+    rounded, loaded = (weight_format._working_bytes([model], EngineWeights(form)) for form in ("int8", "float32"))
+    assert rounded - loaded == 5 * max(layers, head.weight.numel()) - max(5 * layers, 2 * head.weight.numel()) > 0
+
+
 def test_a_model_that_does_not_fit_is_refused_with_the_blocks_of_its_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
