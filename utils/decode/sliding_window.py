@@ -58,7 +58,8 @@ def check_sliding_window(model: Any, new_session: Callable[[bool], Session]) -> 
     """
     if model in _keeps_all or engine_forward(model):  # an engine was tested with the cache that it brings
         return
-    if getattr(model, "_in_files", False):  # its weights are read when it is known what computes them
+    # The comparison would read all weights. How a model that stays in its files uses its windows is known.
+    if getattr(model, "_in_files", False):
         return
     if not any(new_cache(model.config).is_sliding):
         _keeps_all[model] = False

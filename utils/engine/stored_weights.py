@@ -100,18 +100,18 @@ class RowTable(Tensor):
 
     @staticmethod
     def __new__(cls, source: TableRows) -> "RowTable":
-        return Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device="cpu")  # type: ignore
+        return Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=torch.device("cpu"))
 
     def __init__(self, source: TableRows) -> None:
         self.source = source
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def held(self) -> Tensor | None:
+        """What is in memory besides kernels."""
         return self.source.values
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """What is in memory besides kernels."""
-        return ["values"], None
+        return ["held"], None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

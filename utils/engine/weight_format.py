@@ -186,7 +186,9 @@ def decoder_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> 
 
 
 def freed_bytes(models: Sequence[PreTrainedModel], weights: EngineWeights) -> int:
-    """Return the bytes of linear weights in memory that packing frees: all that no embedding needs."""
+    """Return the bytes in memory that packing frees: linear weights that no embedding needs, and the rows of embeddings
+    that join a packed head.
+    """
     matrices = _matrices(models)
     joined = sum(matrix.stored for matrix in matrices if matrix.joins and weights.as_loaded)
     return joined + sum(matrix.nbytes for matrix in matrices if matrix.is_held and not matrix.is_tied)

@@ -95,7 +95,7 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
     for format, held in (("float32", -(-90 // 16) * 16 * whole.shape[1] * 2), ("int8", own)):
         engine = LAYER_ENGINES["invariant"]([stored], [], EngineWeights(format))
         need = engine.need()
-        assert engine.install(unreported) == "" and (table.values is None) == (format == "float32")
+        assert engine.install(unreported) == "" and (table.held is None) == (format == "float32")
         if format == "float32":
             assert engine.nbytes() == held + layers + rest
             assert need == layers, "the head takes the place of the embedding"
@@ -106,7 +106,7 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
             table @ table.T, whole.float() @ whole.float().T
         )
         engine.remove()
-        assert torch.equal(table.values, whole), "the next engine begins with the values of the file"
+        assert torch.equal(table.held, whole), "the next engine begins with the values of the file"
 
 
 def test_rows_of_a_packed_head_are_compared_with_its_file(tmp_path: Path) -> None:
