@@ -107,7 +107,11 @@ def tiny_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of a family in eval mode and float32. overrides: fields of its config."""
     model_type, fields = FAMILY_CONFIGS[name]
     config = CONFIG_MAPPING[model_type](**COMMON | fields | overrides)
-    model = build(AutoModelForCausalLM.from_config, config, seed)
+    return randomized(build(AutoModelForCausalLM.from_config, config, seed), seed)
+
+
+def randomized(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with random norms and biases as well."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases, which transformers starts at 0 or 1

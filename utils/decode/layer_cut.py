@@ -150,7 +150,7 @@ def _check_runs(cut: PreTrainedModel) -> None:
     """Feed one token: some classes count their layers where no config field governs it, or need one layer of each
     type.
     """
-    # Where only engines hold the weights, the decoder has been read layer by layer, so its cuts are known to run.
+    # A decoder whose weights are in files was read layer by layer or cut when it was loaded, so its cuts run.
     if any(part.is_meta for part in cut.parameters()):
         return
     try:

@@ -40,7 +40,7 @@ class InvariantEngine(PlainEngine):
     has_own_forward = True
 
     def unsupported(self) -> str:
-        reasons = (_unsupported(model) or self._format_problem(model) for model in self._models)
+        reasons = (packing_problem(model) or self._format_problem(model) for model in self._models)
         return next(filter(None, reasons), "")
 
     def _format_problem(self, model: PreTrainedModel) -> str:
@@ -63,7 +63,9 @@ class InvariantEngine(PlainEngine):
                 head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
                 lean = LeanDecoder(spec, products_of(model, spec), head, model)
                 self._replace_forward(model, lean)
-            elif any(empty_cache(model).is_sliding) and not _reports_windows(model):
+                continue
+            vars(model)["_in_files"] = False  # transformers' forward pass must not read what kernels hold
+            if any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
         self._compute(self._helpers)
         return ""
@@ -109,7 +111,8 @@ def _reports_windows(model: PreTrainedModel) -> bool:
     return bool(attention.seen_sliding_windows - {None})
 
 
-def _unsupported(model: PreTrainedModel) -> str:
+def packing_problem(model: PreTrainedModel) -> str:
+    """Return why this engine does not support a model, whatever the format of its weights."""
     if problem := attention_problem(model, "cpu"):
         return problem
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())

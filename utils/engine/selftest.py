@@ -196,6 +196,13 @@ def sample_logits(model: PreTrainedModel, prefix: int = LONG_PREFIX) -> Tensor:
     return session.feed(context, keep=min(POSITIONS, len(context)))
 
 
+def first_logits(part: PreTrainedModel) -> Tensor:
+    """Return logits of a sample text for the first outputs of the head, the only ones that the model has afterwards."""
+    part.generation_config = None  # its rules may name other outputs
+    read_weights(part, EngineWeights(), outputs=TESTED_HEAD)
+    return sample_logits(part, PREFIX)
+
+
 def differ_beyond_rounding(logits: Tensor, reference: Tensor) -> bool:
     """Whether logits (k, V) of two engines differ by more than rounding can explain. NaN counts as a difference."""
     return not largest_difference(logits, reference) <= max_rounding(reference)

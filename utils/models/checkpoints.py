@@ -18,19 +18,25 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from utils.decode.generation_rules import GenerationRules
+from utils.decode.layer_cut import first_layers, layer_kinds
 from utils.decode.logit_drift import largest_difference, max_rounding
 from utils.decode.model_info import vocabulary_size
 from utils.decode.model_session import ModelSession
+from utils.decode.sliding_window import keeps_all
+from utils.engine.read_decoder import read_decoder
+from utils.engine.selftest import first_logits
 from utils.errors import UserError
+from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.file_model import check_tensor, load_from_files
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
-from utils.models.memory import Placement, plan_memory
+from utils.models.memory import Placement, free_bytes, plan_memory
 from utils.models.quantization import check_not_quantized, dequantized_model, quantization_arguments, quantize_loaded
 from utils.models.sources import Source, has_tokenizer
 from utils.text import byte_size
@@ -47,7 +53,7 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
     with explained_errors(source.name), quiet():
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
         check_not_quantized(config, kind, source)
-        if kind == "none" and (stored := load_from_files(source, config, where)) is not None:
+        if kind == "none" and (stored := _left_in_files(source, config, where)) is not None:
             model, unused = stored
             _report_unused(source, () if reads_rest else unused, where)
             return model
@@ -121,6 +127,42 @@ def _progress_line(source: Source, kind: str, where: Placement, needed: int, *, 
     size = byte_size(needed) if needed else ""
     words = (device, str(where.dtype).removeprefix("torch."), "" if kind == "none" else kind, size)
     return f"loading {source.name} ({', '.join(filter(None, words))}) ..."
+
+
+def _left_in_files(
+    source: Source, config: PreTrainedConfig, where: Placement
+) -> tuple[PreTrainedModel, list[str]] | None:
+    """Like `load_from_files`, but None unless transformers' loader is known to load the same weights."""
+    stored = load_from_files(source, config, where)
+    if stored is None or not isinstance(read_decoder(stored[0]), str) or _loads_alike(stored[0], source):
+        return stored
+    return None
+
+
+@torch.no_grad()
+def _loads_alike(model: PreTrainedModel, source: Source) -> bool:
+    """Whether the first layers of a model whose weights are in files, with one of each kind, have the logits of those
+    that transformers loads, which may convert weights. They must pass the checks of a model that is loaded whole.
+    """
+    try:
+        kinds = layer_kinds(model)
+        part = first_layers(model, 1 + max(map(kinds.index, kinds)))
+        size = sum(weight.nbytes for weight in part.parameters())
+        if free_bytes("cpu") < size:
+            return False
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source.location, config=part.config, dtype=model.dtype, use_safetensors=True, **source.arguments
+        )
+        expected = first_logits(loaded)
+        check_runs(loaded, source.name, "none")
+        check_causal(loaded, source.name)
+        if keeps_all(loaded):  # the user is told so
+            return False
+        del loaded
+        release_memory()
+        return torch.equal(first_logits(part), expected)
+    except Exception:  # the whole model is loaded then, whose errors are explained
+        return False
 
 
 def check_complete(model: PreTrainedModel, loading_info: dict[str, Any], name: str) -> None:

@@ -1,11 +1,12 @@
 """Load a decoder whose linear weights stay in its safetensors files until an engine reads them, layer by layer.
 
 Everything else (embedding, norms, biases) is read into memory. All weights are read once and checked. Models that no
-engine has a forward pass of its own for are left to transformers' loader.
+engine packs are left to transformers' loader.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.initialization import no_init_weights
 
 from utils.decode.generation_rules import GenerationRules
+from utils.engine.invariant import packing_problem
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import RowTable, TableRows, fill_before_forward, placeholder, with_placeholder
 from utils.errors import UserError
@@ -70,7 +72,7 @@ def load_from_files(
     source: Source, config: PreTrainedConfig, where: Placement
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Load a model without its linear weights. Returns it with the names of unused tensors in its files, or None if
-    only transformers' loader knows how to load it.
+    its files do not hold its weights by their names, or if no engine would pack them.
 
     Raises UserError for weights that do not fit into memory or are not finite.
     """
@@ -80,7 +82,7 @@ def load_from_files(
         return None
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.float32
     model = empty_model(config, dtype)
-    if isinstance(read_decoder(model), str):
+    if isinstance(read_decoder(model), str) and packing_problem(model):
         return None
     folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):
@@ -92,8 +94,12 @@ def load_from_files(
         if name in names:
             _place(model, name, tensors[name])
     model.tie_weights()
+    if any(name not in tensors for name, _ in model.named_parameters()):  # shared in a way that tying does not restore
+        return None
     finish(model, source.name, folder)
-    return model, sorted({*tensors} - names)
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    unused = sorted({*tensors} - names)
+    return model, [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
 
 
 def check_tensor(tensor: Tensor, model: str, name: str) -> None:
@@ -156,9 +162,11 @@ def _tensors(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
                 found[tensor.name] = FileTensor(tensor, state, dtype)
     except Exception:  # damaged files, which transformers' loader explains
         return {}
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    # Where a tied head is stored as well, transformers compares the two.
-    return found if shapes.keys() <= found.keys() and not (tied and "lm_head.weight" in found) else {}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # Where a shared weight is stored twice, transformers compares the two.
+    is_stored_twice = bool(found.keys() & (names - shapes.keys()))
+    has_buffers = bool(model.state_dict().keys() - names)
+    return found if shapes.keys() <= found.keys() and not is_stored_twice and not has_buffers else {}
 
 
 def _checked(source: Source, tensors: Mapping[str, FileTensor], where: Placement) -> Iterator[str]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import tiny_model
+from decoder_families import COMMON, SLIDING_FIRST, randomized, tiny_model
 from shelf import load, write_wide_gguf
 from stored_models import changed_bytes, from_files, loaded, overwrite, write_wide_gguf_of
-from tiny import save_folder, tiny_llama, tiny_tokenizer
+from tiny import build, save_folder, tiny_llama, tiny_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from utils.decode import sliding_window
 from utils.decode.layer_cut import first_layers
@@ -24,6 +24,9 @@ from utils.engine.stored_weights import RowTable, fill, in_files, release, sourc
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights, tensor_bytes
 from utils.errors import UserError
+from utils.models.checkpoints import load_model
+from utils.models.memory import Placement
+from utils.models.sources import Source
 from utils.pairs.pair import Pair
 
 CONTEXT = [5 * index % 96 for index in range(90)]
@@ -46,8 +49,18 @@ def computed(model: Any, engine: str, weights: EngineWeights) -> torch.Tensor:
     return logits
 
 
+UNREAD = ("cohere2", "phi", "stablelm")
 FUSED, TIED = partial(tiny_model, "phi3"), partial(tiny_model, "qwen3")
 UNTIED = partial(tiny_model, "llama with biases")
+
+
+def unread(kind: str) -> Any:
+    """A model that no engine has a forward pass of its own for."""
+    windows = {"sliding_window": 11, "layer_types": SLIDING_FIRST} if kind == "cohere2" else {}
+    config = CONFIG_MAPPING[kind](**COMMON | {"tie_word_embeddings": kind == "cohere2"} | windows)
+    return randomized(build(AutoModelForCausalLM.from_config, config, 0))
+
+
 CASES = [
     ("plain", FUSED, "float32", torch.float32),
     ("plain", TIED, "float32", torch.bfloat16),
@@ -57,6 +70,11 @@ CASES = [
     ("invariant", FUSED, "int8", torch.float32),
     ("invariant", UNTIED, "int4", torch.float32),
     ("invariant", UNTIED, "bfloat16", torch.float32),
+    # PyTorch's own products may depend on where weights lie in memory.
+    ("plain", partial(unread, "cohere2"), "float32", torch.float32),
+    *(("invariant", partial(unread, kind), "float32", torch.float32) for kind in UNREAD),
+    ("invariant", partial(unread, "cohere2"), "int8", torch.float32),
+    ("invariant", partial(unread, "phi"), "float32", torch.bfloat16),
 ]
 
 
@@ -151,6 +169,41 @@ def test_rounded_weights_are_those_of_the_format_of_the_model(tmp_path: Path) ->
         exact = EngineWeights("int8").form(name, expected.get_submodule(name).weight, is_head=False)
         assert isinstance(form, BlockWeight) and isinstance(exact, BlockWeight)
         assert torch.equal(form.values, exact.values) and torch.equal(form.scales, exact.scales)
+
+
+@torch.no_grad()
+def test_what_transformers_makes_of_a_file_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may convert weights. The first layers of a class without a spec are compared with those that it loads."""
+    model, load = unread("phi"), AutoModelForCausalLM.from_pretrained
+    model.save_pretrained(tmp_path)
+
+    def converted(*args: Any, **options: Any) -> Any:
+        found = load(*args, **options)
+        whole = found[0] if isinstance(found, tuple) else found
+        whole.model.layers[0].self_attn.q_proj.weight.neg_()
+        return found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", converted)
+    found = load_model(Source(str(tmp_path), "phi"), "none", Placement("cpu", torch.float32, lambda text: None))
+    assert not in_files(found)
+    own, stored = (part.model.layers[0].self_attn.q_proj.weight for part in (model, found))
+    assert torch.equal(stored, -own)
+
+
+def test_models_with_stored_buffers_are_loaded_whole(tmp_path: Path) -> None:
+    unread("apertus").save_pretrained(tmp_path)
+    found = load_model(Source(str(tmp_path), "apertus"), "none", Placement("cpu", torch.float32, lambda text: None))
+    assert not in_files(found)
+
+
+@torch.no_grad()
+def test_kernels_under_the_forward_pass_of_transformers_leave_the_embedding_as_it_is(tmp_path: Path) -> None:
+    model = from_files(tmp_path, unread("cohere2").bfloat16())
+    engine = LAYER_ENGINES["invariant"]([model], [], EngineWeights())
+    assert engine.install(unreported) == "" and model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    assert isinstance(model.get_input_embeddings().weight, RowTable)
+    engine.remove()
+    assert in_files(model)
 
 
 @torch.no_grad()
