@@ -3,6 +3,7 @@
 A layer whose weight is in a file holds a placeholder: a parameter on the meta device with a source. Engines read one
 layer at a time into a layout of their own, so that a weight is in memory only in the form in which it is computed.
 An embedding is a RowTable: its rows are in memory in the format of their file, or in the output head that shares them.
+Output heads in GGUF files are tables as well, because drafters read some of their rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,10 +52,30 @@ class RowsOf:
         return self.source.stored()[self.rows]
 
 
-class TableRows:
-    """The rows of an embedding (N, K): a tensor in the number format of their file, or a kernel of the same values.
+class RowSource(WeightSource, Protocol):
+    """The rows of a weight (N, K). dtype: the model's number format. filled: returns the whole weight in it, if that is
+    used.
+    """
 
-    It is a `WeightSource`, which reads the file again where a kernel has them.
+    dtype: torch.dtype
+    shape: torch.Size
+    filled: Callable[[], Tensor | None]
+
+    @property
+    def held(self) -> Tensor | None:
+        """What is in memory besides kernels."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows (..., K) in the model's number format."""
+
+    def part(self, take: Callable[[Tensor], Tensor], *, of_rows: bool) -> Tensor:
+        """Return take(weight). of_rows: whether that chooses whole rows."""
+
+
+class TableRows:
+    """A `RowSource` of an embedding: a tensor in the number format of its file, or a kernel of the same values.
+
+    It reads the file again where a kernel has them.
     """
 
     def __init__(self, file: WeightSource, dtype: torch.dtype) -> None:
@@ -63,13 +84,19 @@ class TableRows:
         self.values: Tensor | None = file.stored().clone()  # a copy, because files change
         self.shape, self._format = self.values.shape, self.values.dtype
         self.kernel: CompiledKernel | None = None
-        self.filled: Callable[[], Tensor | None] = lambda: None  # the whole in the model's number format, if it is used
+        self.filled: Callable[[], Tensor | None] = lambda: None
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.values
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows (..., K) in the model's number format."""
         if self.kernel is None:
             return embedding(ids, self.stored()).to(self.dtype)
         return self.kernel.rows(ids.flatten()).to(self.dtype).view(*ids.shape, -1)
+
+    def part(self, take: Callable[[Tensor], Tensor], *, of_rows: bool) -> Tensor:
+        return take(self.stored()).to(self.dtype)
 
     def read(self) -> Tensor:
         filled = self.filled()
@@ -94,21 +121,20 @@ _PARTS = (torch.ops.aten.index.Tensor, torch.ops.aten.slice.Tensor, torch.ops.at
 
 
 class RowTable(Tensor):
-    """The weight of an embedding, whose rows are in memory in another form. Any other use of it converts the whole."""
+    """A weight whose rows are in memory in another form. Other uses than reading rows convert the whole."""
 
-    source: TableRows
+    source: RowSource
 
     @staticmethod
-    def __new__(cls, source: TableRows) -> "RowTable":
+    def __new__(cls, source: RowSource) -> "RowTable":
         return Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=torch.device("cpu"))
 
-    def __init__(self, source: TableRows) -> None:
+    def __init__(self, source: RowSource) -> None:
         self.source = source
 
     @property
     def held(self) -> Tensor | None:
-        """What is in memory besides kernels."""
-        return self.source.values
+        return self.source.held
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None
@@ -123,9 +149,18 @@ class RowTable(Tensor):
         if func is torch.ops.aten.embedding.default:
             return first.source.rows(args[1])
         if func in _PARTS:
-            return func(first.source.stored(), *args[1:], **kwargs).to(first.dtype)
+            of_rows = not kwargs and _takes_rows(func, args)
+            return first.source.part(lambda whole: func(whole, *args[1:], **kwargs), of_rows=of_rows)
         args, kwargs = tree_map(lambda part: part.source.read() if isinstance(part, cls) else part, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _takes_rows(func: Any, args: Any) -> bool:
+    """Whether an operation of _PARTS chooses whole rows."""
+    if func is not torch.ops.aten.index.Tensor:
+        return bool(args[1:2] == (0,))  # its dimension
+    [first, *others] = args[1]
+    return first is not None and not others and (first.dim() == 1 or first.dtype != torch.bool)
 
 
 def embedded(ids: Tensor, weight: Tensor) -> Tensor:

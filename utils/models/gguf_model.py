@@ -1,9 +1,10 @@
 """GGUF files as models whose linear weights stay in the file until an engine reads them or multiplies with their
 blocks. The `dense` of these has the bits that transformers loads.
 
-The rest (embedding, output head, norms, biases, other types) is unpacked once, into a cache folder with the tokenizer,
-the config and an index of the blocks. Later starts map it and read nothing else. Models that no engine has a forward
-pass of its own for are left to transformers' loader, which unpacks the whole file at every start.
+The blocks of embedding and output head are in memory, and their rows are unpacked when they are read. The rest (norms,
+biases, other types) is unpacked once, into a cache folder with the tokenizer, the config and an index of the blocks.
+Models that no engine has a forward pass of its own for are left to transformers' loader, which unpacks the whole file
+at every start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import placeholder, with_origin
+from utils.engine.stored_weights import RowTable, placeholder, source_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.errors import UserError
 from utils.files import file_state, has_changed, user_folder
@@ -88,11 +89,16 @@ class GgufBlocks(Mapping[str, BlockWeight]):
     def __getitem__(self, name: str) -> BlockWeight:
         """Raises UserError if the file has changed."""
         stored = self.index.tensors[name]
+        return _in_model_order(unpacked(stored.kind, self.read(name)), stored.name, self._processor)
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the blocks of a weight as they are in the file: (N, bytes of a row), uint8. Raises UserError if the
+        file has changed.
+        """
+        stored = self.index.tensors[name]
         if has_changed(self._path, self.origin):
             raise UserError(CHANGED.format(self._path))
-        data = np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset)
-        block = unpacked(stored.kind, data.reshape(stored.rows, -1))
-        return _in_model_order(block, stored.name, self._processor)
+        return np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset).reshape(stored.rows, -1)
 
     def halves(self) -> Iterator[tuple[str, Tensor]]:
         """All float16 numbers of the file, with the names of their weights. A weight is finite if they are."""
@@ -278,8 +284,8 @@ UNPACKERS = {
 
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
-HEAD_LAYER = "lm_head"
-RECIPE = 2  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
+HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
+RECIPE = 3  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class BlockSource(NamedTuple):
@@ -297,6 +303,35 @@ class BlockSource(NamedTuple):
 
     def stored(self) -> Tensor:
         return self.read()
+
+
+class BlockRows:
+    """A `RowSource` in a GGUF file. Its blocks are in memory, because files change."""
+
+    itemsize, dtype = torch.float32.itemsize, torch.float32
+
+    def __init__(self, blocks: GgufBlocks, name: str, columns: int) -> None:
+        self.blocks, self.name = blocks, name
+        self.held = torch.from_numpy(blocks.read(name))  # (N, bytes of a row)
+        self.shape = torch.Size((len(self.held), columns))
+        self.filled: Callable[[], Tensor | None] = lambda: None
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._dense(self.held.index_select(0, ids.flatten())).view(*ids.shape, -1)
+
+    def part(self, take: Callable[[Tensor], Tensor], *, of_rows: bool) -> Tensor:
+        return self.rows(take(torch.arange(len(self.held)))) if of_rows else take(self.read())
+
+    def read(self) -> Tensor:
+        filled = self.filled()
+        return self._dense(self.held) if filled is None else filled.detach()
+
+    def stored(self) -> Tensor:
+        return self.read()
+
+    def _dense(self, data: Tensor) -> Tensor:
+        kind = self.blocks.index.tensors[self.name].kind
+        return unpacked(kind, data.numpy()).dense() if len(data) else torch.empty(0, self.shape[1])
 
 
 # A model whose linear weights are in a file, its tokenizer and these weights.
@@ -377,7 +412,7 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
     """The weights that are not computed in blocks, as transformers unpacks them, in float32."""
     processor = tensor_processor(index.architecture, model)
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
-    held = _layers_in_blocks(model, index)
+    held = {*_layers_in_blocks(model, index), *index.tensors.keys() & {HEAD_LAYER, EMBEDDING_LAYER}}
     dense = {}
     for tensor in reader.tensors:
         if names.get(tensor.name, "").removesuffix(".weight") in held:
@@ -396,21 +431,27 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
 
 
 def _layers_in_blocks(model: PreTrainedModel, index: BlockIndex) -> dict[str, nn.Linear]:
-    """The linear layers that hold no data."""
+    """The linear layers that hold no data, without the output head."""
     return {name: part for name, part in layer_linears(model).items() if name in index.tensors}
 
 
 def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: GgufBlocks) -> list[str]:
-    """Give a model its tensors, and placeholders for those in blocks. Returns the names of parameters without both."""
+    """Give a model its tensors, and placeholders or tables of rows for those in blocks. Returns the names of other
+    parameters.
+    """
     for name, layer in _layers_in_blocks(model, blocks.index).items():
         layer.weight = placeholder(layer.weight, BlockSource(blocks, name))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    for part, name in ((embedding, HEAD_LAYER if is_tied else EMBEDDING_LAYER), (head, HEAD_LAYER)):
+        if name in blocks.index.tensors and not (is_tied and part is head):
+            table = RowTable(BlockRows(blocks, name, model.config.hidden_size))
+            part.weight = nn.Parameter(table, requires_grad=False)
     for name, tensor in dense.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie_weights()
-    if HEAD_LAYER in blocks.index.tensors:  # in memory as well, because drafters read its rows
-        with_origin(model.get_output_embeddings().weight, BlockSource(blocks, HEAD_LAYER))
-    return [name for name, part in model.named_parameters() if name not in dense and not part.is_meta]
+    return [name for name, part in model.named_parameters() if name not in dense and source_of(part) is None]
 
 
 def cache_entry(path: Path) -> tuple[Path, str]:

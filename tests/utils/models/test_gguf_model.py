@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 from utils.engine import weight_format
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.selftest import sample_logits
-from utils.engine.stored_weights import rows_of
+from utils.engine.stored_weights import RowTable, rows_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
@@ -65,7 +68,51 @@ def test_logits_have_the_bits_of_the_unpacked_model(
         assert one.engine.use("invariant", 1).kind == "invariant"
     assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
-    assert pair.engine.nbytes() == unpacked.engine.nbytes()
+    table: Any = pair.target.get_input_embeddings().weight
+    assert pair.engine.nbytes() == unpacked.engine.nbytes() - table.nbytes + table.held.nbytes
+
+
+ROWS = torch.tensor([[3, 299], [0, 3]])
+MASK = torch.arange(300) % 7 == 2
+CHOICES = (5, -1, slice(2, 9), slice(None, None, 40), ROWS, ROWS - 300, MASK, (slice(2, 9), slice(1, 3)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_embedding_and_head_are_unpacked_when_they_are_read(
+    *, tied: bool, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(vocab_size=300, hidden_size=64, num_key_value_heads=2, tie_word_embeddings=tied)
+    parts = (*PARTS, "lm_head")
+    target = load(write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=parts)).target
+    tables = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
+    assert all(isinstance(table, RowTable) for table in tables) and (tables[0] is tables[1]) == tied
+    [stored] = own_cache.rglob("model.safetensors")
+    assert stored.stat().st_size < 300 * 64
+    unpacked, counts = gguf_model.unpacked, list[int]()
+    monkeypatch.setattr(gguf_model, "unpacked", lambda kind, data: counts.append(len(data)) or unpacked(kind, data))
+    takes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda weight: torch.nn.functional.embedding(ROWS, weight),
+        *(partial(lambda own, weight: weight[own], own) for own in (5, -1, slice(2, 9), slice(None, None, 40))),
+        *(
+            partial(lambda own, weight: weight[own], own)
+            for own in (ROWS, ROWS - 300, MASK, (slice(2, 9), slice(1, 3)))
+        ),
+    ]
+    columns: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda weight: weight[:, 3:9],
+        lambda weight: weight[ROWS, ROWS % 64],
+        lambda weight: weight[MASK[:, None].expand(300, 64)],
+        lambda weight: weight.float().sum(0),
+    ]
+    for table, name in zip(tables, ("lm_head" if tied else "model.embed_tokens", "lm_head"), strict=True):
+        dense = table.source.blocks[name].dense()
+        counts.clear()
+        for take in takes:
+            assert torch.equal(take(table), take(dense))
+        assert counts and max(counts) < 100
+        for take in columns:
+            assert torch.equal(take(table), take(dense))
 
 
 def test_the_budget_has_room_for_a_weight_that_is_unpacked(file: Path) -> None:
