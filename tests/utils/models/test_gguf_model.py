@@ -78,13 +78,13 @@ CHOICES = (5, -1, slice(2, 9), slice(None, None, 40), ROWS, ROWS - 300, MASK, (s
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "kind"), [(False, "Q4_1"), (True, "Q4_0"), (True, "Q8_0")])
 def test_rows_of_embedding_and_head_are_unpacked_when_they_are_read(
-    *, tied: bool, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    *, tied: bool, kind: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(vocab_size=300, hidden_size=64, num_key_value_heads=2, tie_word_embeddings=tied)
     parts = (*PARTS, "lm_head")
-    target = load(write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=parts)).target
+    target = load(write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind=kind, parts=parts)).target
     tables = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
     assert all(isinstance(table, RowTable) for table in tables) and (tables[0] is tables[1]) == tied
     [stored] = own_cache.rglob("model.safetensors")
@@ -110,7 +110,7 @@ def test_rows_of_embedding_and_head_are_unpacked_when_they_are_read(
         counts.clear()
         for take in takes:
             assert torch.equal(take(table), take(dense))
-        assert counts and max(counts) < 100
+        assert not counts
         for take in columns:
             assert torch.equal(take(table), take(dense))
 
