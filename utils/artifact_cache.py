@@ -47,7 +47,9 @@ def build_folder(folder: Path, made_from: str, what: str, *, needs: int = 0) -> 
             files = sorted(path.name for path in made.iterdir())
             (made / MANIFEST).write_text(json.dumps({"made_from": made_from, "files": files}, indent=1))
             _move_into_place(made, folder, made_from)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and "os error" not in str(error):  # that of tokenizers
+            raise
         raise UserError(
             f"{what} could not be written to {root} ({getattr(error, 'strerror', None) or error}): free space there, "
             "or set XDG_CACHE_HOME to a writable folder."

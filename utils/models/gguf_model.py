@@ -1,10 +1,9 @@
 """GGUF files as models whose linear weights stay in the file until an engine reads them or multiplies with their
 blocks. The `dense` of these has the bits that transformers loads.
 
-The blocks of embedding and output head are in memory, and their rows are unpacked when they are read. The rest (norms,
-biases, other types) is unpacked once, into a cache folder with the tokenizer, the config and an index of the blocks.
-Models that no engine has a forward pass of its own for are left to transformers' loader, which unpacks the whole file
-at every start.
+The blocks of embedding and output head are in memory, and their rows are unpacked when they are read. Norms and biases
+are unpacked once, into a cache folder with the tokenizer, the config and an index of the matrices. Models that no
+engine has a forward pass of its own for are left to transformers' loader, which unpacks the whole file at every start.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
 from utils.engine.read_decoder import read_decoder
-from utils.engine.stored_weights import RowTable, placeholder, source_of
+from utils.engine.stored_weights import RowTable, TableRows, placeholder, with_placeholder
 from utils.engine.weight_blocks import BlockWeight
 from utils.errors import UserError
 from utils.files import file_state, has_changed, user_folder
@@ -56,8 +57,11 @@ HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 UNPACKED_BYTES = 1 << 20  # of a file that are unpacked at once, so that they stay in the processor's cache
 
 
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are number formats
+
+
 class Stored(NamedTuple):
-    """A matrix of the file: where its blocks begin, and how many bytes they take."""
+    """A matrix of the file: where it begins, and how many bytes it takes."""
 
     name: str
     kind: str
@@ -67,7 +71,7 @@ class Stored(NamedTuple):
 
 
 class BlockIndex(NamedTuple):
-    """The matrices of a file in the types of UNPACKERS, by the names of layers. `architecture` is as in the file."""
+    """The matrices of a file, by the names of layers. `architecture` is as in the file."""
 
     architecture: str
     tensors: dict[str, Stored]
@@ -89,21 +93,53 @@ class GgufBlocks(Mapping[str, BlockWeight]):
     def __getitem__(self, name: str) -> BlockWeight:
         """Raises UserError if the file has changed."""
         stored = self.index.tensors[name]
-        return _in_model_order(unpacked(stored.kind, self.read(name)), stored.name, self._processor)
+        if stored.kind not in UNPACKERS:
+            raise KeyError(name)
+        return unpacked(stored.kind, self.read(name)).map(partial(self._in_model_order, stored.name))
+
+    def matrix(self, name: str) -> Tensor:
+        """Return a weight of any type: in its number format, as a mapping of the file, or unpacked to float32. Raises
+        UserError if the file has changed.
+        """
+        if name in self:
+            return self[name].dense()
+        stored = self.index.tensors[name]
+        if (dtype := FLOATS.get(stored.kind)) is None:
+            whole = torch.from_numpy(dequantize(self.read(name), gguf.GGMLQuantizationType[stored.kind]))
+        else:
+            self._check()
+            # Numbers of 16 bits as integers, because NumPy has no bfloat16. Nothing is written back to the file.
+            size = {4: np.float32, 2: np.int16}[dtype.itemsize]
+            shape = (stored.rows, stored.size // stored.rows // dtype.itemsize)
+            whole = torch.from_numpy(np.memmap(self._path, size, "c", stored.offset, shape))
+        whole = self._in_model_order(stored.name, whole)
+        return whole if dtype is None else whole.view(dtype)
 
     def read(self, name: str) -> np.ndarray:
         """Return the blocks of a weight as they are in the file: (N, bytes of a row), uint8. Raises UserError if the
         file has changed.
         """
+        self._check()
         stored = self.index.tensors[name]
-        if has_changed(self._path, self.origin):
-            raise UserError(CHANGED.format(self._path))
         return np.fromfile(self._path, np.uint8, stored.size, offset=stored.offset).reshape(stored.rows, -1)
 
-    def halves(self) -> Iterator[tuple[str, Tensor]]:
-        """All float16 numbers of the file, with the names of their weights. A weight is finite if they are."""
+    def _check(self) -> None:
+        if has_changed(self._path, self.origin):
+            raise UserError(CHANGED.format(self._path))
+
+    def _in_model_order(self, name: str, part: Tensor) -> Tensor:
+        """Reorder rows as transformers does: GGUF files of Llama keep rotary dimensions side by side, not in halves.
+
+        Groups of blocks are along the columns, so each of their tensors is reordered in the same way.
+        """
+        return torch.from_numpy(np.ascontiguousarray(self._processor.process(part.numpy(), name=name).weights))
+
+    def numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrices with their names, or the float16 numbers of their blocks, which are finite if these are."""
         for name, stored in self.index.tensors.items():
-            form = UNPACKERS[stored.kind]
+            if (form := UNPACKERS.get(stored.kind)) is None:
+                yield name, self.matrix(name)
+                continue
             blocks = np.memmap(self._path, np.uint8, "r", stored.offset, (stored.size // form.size, form.size))
             for at in form.halves:
                 yield name, torch.from_numpy(np.array(blocks[:, at : at + 2])).view(torch.float16)
@@ -112,11 +148,14 @@ class GgufBlocks(Mapping[str, BlockWeight]):
         """Return the bytes that an engine holds for each value of a weight, scales included. Raises KeyError."""
         return UNPACKERS[self.index.tensors[name].kind].held
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.index.tensors and self.index.tensors[str(name)].kind in UNPACKERS
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self.index.tensors)
+        return filter(self.__contains__, self.index.tensors)
 
     def __len__(self) -> int:
-        return len(self.index.tensors)
+        return sum(1 for _ in self)
 
 
 def block_index(reader: GGUFReader, model: PreTrainedModel) -> BlockIndex:
@@ -138,7 +177,6 @@ def block_index(reader: GGUFReader, model: PreTrainedModel) -> BlockIndex:
                 size=int(tensor.n_bytes),
             )
             for name, tensor in matrices
-            if tensor.tensor_type.name in UNPACKERS
         },
     )
 
@@ -196,18 +234,6 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
 def _unpacked_rows(form: _Type, data: np.ndarray) -> BlockWeight:
     blocks = form.unpack(torch.from_numpy(data).view(-1, form.size))
     return blocks.map(lambda part: part.reshape(len(data), -1))
-
-
-def _in_model_order(block: BlockWeight, name: str, processor: TensorProcessor) -> BlockWeight:
-    """Reorder rows as transformers does: GGUF files of Llama keep rotary dimensions side by side, not in halves.
-
-    Groups are along the columns, so each tensor is reordered in the same way.
-    """
-
-    def reordered(part: Tensor) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(processor.process(part.numpy(), name=name).weights))
-
-    return block.map(reordered)
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -288,7 +314,7 @@ HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
 RECIPE = 3  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
-class BlockSource(NamedTuple):
+class FileMatrix(NamedTuple):
     """A `WeightSource` in a GGUF file."""
 
     blocks: GgufBlocks
@@ -296,17 +322,17 @@ class BlockSource(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return torch.float32.itemsize
+        return FLOATS.get(self.blocks.index.tensors[self.name].kind, torch.float32).itemsize
 
     def read(self) -> Tensor:
-        return self.blocks[self.name].dense()
+        return self.stored().to(torch.float32, copy=self.itemsize == torch.float32.itemsize)
 
     def stored(self) -> Tensor:
-        return self.read()
+        return self.blocks.matrix(self.name)
 
 
 class BlockRows:
-    """A `RowSource` in a GGUF file. Its blocks are in memory, because files change."""
+    """A `RowSource` in a GGUF file, not of a type in FLOATS. Its blocks are in memory, because files change."""
 
     itemsize, dtype = torch.float32.itemsize, torch.float32
 
@@ -326,7 +352,7 @@ class BlockRows:
 
     def read(self) -> Tensor:
         filled = self.filled()
-        return unpacked(self._kind.name, self.held.numpy()).dense() if filled is None else filled.detach()
+        return self.blocks.matrix(self.name) if filled is None else filled.detach()
 
     def stored(self) -> Tensor:
         return self.read()
@@ -355,7 +381,10 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
             remedy = "use a smaller model, or a file with fewer bits per weight"
             check_free(source.name, size + (folder / DENSE).stat().st_size, where.device, remedy)
         else:
-            counts = {"F32": sum(part.numel() for part in loaded[0].parameters())}
+            kinds = {f"{name}.weight": stored.kind for name, stored in loaded[2].index.tensors.items()}
+            counts = Counter[str]()
+            for name, part in loaded[0].named_parameters():
+                counts[kinds[name] if kinds.get(name) in FLOATS else "F32"] += part.numel()
             plan_memory(replace(source, weight_counts=counts), "none", where, in_files=True)
         where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(size)}) ...")
         return loaded
@@ -396,7 +425,7 @@ def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedM
     path, index = Path(source.location, str(source.gguf)), block_index(reader, model)
     dense = _dense_tensors(reader, model, index)
     blocks = GgufBlocks(path, model, index)
-    for name, tensor in (*dense.items(), *blocks.halves()):
+    for name, tensor in chain(dense.items(), blocks.numbers()):  # one matrix at a time
         check_tensor(tensor, source.name, name)
     if missing := _set_weights(model, dense, blocks):
         raise UserError(f"'{source.name}' lacks {len(missing)} of its weights ({missing[0]}, ...): fetch it again.")
@@ -407,7 +436,7 @@ def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedM
 
 
 def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex) -> dict[str, Tensor]:
-    """The weights that are not computed in blocks, as transformers unpacks them, in float32."""
+    """The weights that are no matrices, as transformers unpacks them, in float32."""
     processor = tensor_processor(index.architecture, model)
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
     held = {*_layers_in_blocks(model, index), *index.tensors.keys() & {HEAD_LAYER, EMBEDDING_LAYER}}
@@ -415,13 +444,11 @@ def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex
     for tensor in reader.tensors:
         if names.get(tensor.name, "").removesuffix(".weight") in held:
             continue
-        kind, data = tensor.tensor_type.name, tensor.data
-        if kind in UNPACKERS and data.ndim == 2:  # gguf takes longer for the same numbers
-            weights = unpacked(kind, data).dense().numpy()
-        else:
-            weights = dequantize(data, tensor.tensor_type)
         made = processor.process(
-            weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+            weights=dequantize(tensor.data, tensor.tensor_type),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": {}},
         )
         if made.name in names:
             dense[names[made.name]] = torch.from_numpy(np.require(made.weights, requirements=("C", "W"))).float()
@@ -438,18 +465,28 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
     parameters.
     """
     for name, layer in _layers_in_blocks(model, blocks.index).items():
-        layer.weight = placeholder(layer.weight, BlockSource(blocks, name))
+        layer.weight = placeholder(layer.weight, FileMatrix(blocks, name))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head.weight is embedding.weight
     for part, name in ((embedding, HEAD_LAYER if is_tied else EMBEDDING_LAYER), (head, HEAD_LAYER)):
         if name in blocks.index.tensors and not (is_tied and part is head):
-            table = RowTable(BlockRows(blocks, name, model.config.hidden_size))
-            part.weight = nn.Parameter(table, requires_grad=False)
+            part.weight = _table(blocks, name, part.weight.shape[1], is_head=part is head)
     for name, tensor in dense.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie_weights()
-    return [name for name, part in model.named_parameters() if name not in dense and source_of(part) is None]
+    found = dense.keys() | {f"{name}.weight" for name in blocks.index.tensors}
+    return [name for name, _ in model.named_parameters() if name not in found]
+
+
+def _table(blocks: GgufBlocks, name: str, columns: int, *, is_head: bool) -> nn.Parameter:
+    """The weight of an embedding, or of an output head that is not tied."""
+    matrix = FileMatrix(blocks, name)
+    if blocks.index.tensors[name].kind not in FLOATS:
+        return nn.Parameter(RowTable(BlockRows(blocks, name, columns)), requires_grad=False)
+    if is_head:
+        return with_placeholder(matrix.read(), matrix)
+    return nn.Parameter(RowTable(TableRows(matrix, torch.float32)), requires_grad=False)
 
 
 def cache_entry(path: Path) -> tuple[Path, str]:

@@ -20,7 +20,7 @@ from torch import nn
 from utils.engine import weight_format
 from utils.engine.engine import LAYER_ENGINES
 from utils.engine.selftest import sample_logits
-from utils.engine.stored_weights import RowTable, rows_of
+from utils.engine.stored_weights import RowTable, in_files, rows_of
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
@@ -29,6 +29,7 @@ from utils.pairs import load_pair as loading
 from utils.pairs.pair import Pair
 
 PARTS = ("_proj", "embed_tokens")
+GGUF = {"engine_weights": "gguf"}
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def written(path: Path, kind: str = "Q4_1", parts: tuple[str, ...] = PARTS) -> P
     return write_gguf(path, model, tiny_tokenizer(), kind=kind, parts=parts)
 
 
-def load_unpacked(file: Path, drafter: str, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def load_unpacked(file: Path, drafter: str, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Pair:
     """Load in float32 first, as models that cannot be read are loaded."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_in_blocks", lambda *_: "a test asks for it")
         patch.setattr(checkpoints, "load_from_files", lambda *_: None)
-        return load(file, drafter, engine_weights="gguf")
+        return load(file, drafter, **flags)
 
 
 def without_data(model: nn.Module) -> set[str]:
@@ -58,7 +59,7 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     kind: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path / "tiny.gguf", kind)
-    unpacked = load_unpacked(file, "layers:1", monkeypatch)
+    unpacked = load_unpacked(file, "layers:1", monkeypatch, **GGUF)
     pair = load(file, "layers:1", engine_weights="gguf")
     assert not without_data(unpacked.target)
     # All but the output head, whose rows draft heads read.
@@ -70,6 +71,23 @@ def test_logits_have_the_bits_of_the_unpacked_model(
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     table: Any = pair.target.get_input_embeddings().weight
     assert pair.engine.nbytes() == unpacked.engine.nbytes() - table.nbytes + table.held.nbytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32", "Q5_0"])
+def test_matrices_of_every_type_stay_in_the_file(
+    *, kind: str, tied: bool, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(vocab_size=300, hidden_size=64, num_key_value_heads=2, tie_word_embeddings=tied)
+    file = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind=kind, parts=(*PARTS, "lm_head"))
+    pair, unpacked = load(file), load_unpacked(file, "layers:1", monkeypatch)
+    assert in_files(pair.target) and not in_files(unpacked.target)
+    for stored in own_cache.rglob("model.safetensors"):
+        assert stored.stat().st_size < 300 * 64
+    for engine in ("invariant", "plain"):
+        for one in (pair, unpacked):
+            one.engine.use(engine, 1)
+        assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
 
 
 ROWS = torch.tensor([[3, 299], [0, 3]])
@@ -151,7 +169,10 @@ def test_memory_that_is_planned_is_that_of_the_blocks(kind: str, tmp_path: Path,
 def test_config_tokenizer_and_generation_config_are_those_of_the_unpacked_model(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, unpacked = load(file, engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    pair, unpacked = (
+        load(file, engine_weights="gguf"),
+        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
+    )
     assert pair.tokenizer.backend_tokenizer.to_str() == unpacked.tokenizer.backend_tokenizer.to_str()
     assert pair.tokenizer.chat_template == unpacked.tokenizer.chat_template
     assert (pair.end_ids, pair.target_name, pair.dtype) == (unpacked.end_ids, unpacked.target_name, unpacked.dtype)
@@ -165,7 +186,7 @@ def test_config_tokenizer_and_generation_config_are_those_of_the_unpacked_model(
 
 def test_no_float32_copy_of_a_weight_is_alive(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = load(file, "layers:1", engine_weights="gguf")
-    unpacked = dict(load_unpacked(file, "layers:1", monkeypatch).target.named_parameters())
+    unpacked = dict(load_unpacked(file, "layers:1", monkeypatch, **GGUF).target.named_parameters())
     weights = [unpacked[name].detach() for name, part in pair.target.named_parameters() if part.is_meta]
     before = live_tensors()  # of other tests; the list keeps their identities from being reused
     known = set(map(id, before))
@@ -196,7 +217,10 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, unpacked = load(file, "layers:1", engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    pair, unpacked = (
+        load(file, "layers:1", engine_weights="gguf"),
+        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
+    )
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert without_data(pair.target) and not without_data(pair.drafter)
     assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
@@ -206,7 +230,10 @@ def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch:
 
 
 def test_an_interrupted_installation_leaves_a_model_that_computes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, unpacked = load(file, "layers:1", engine_weights="gguf"), load_unpacked(file, "layers:1", monkeypatch)
+    pair, unpacked = (
+        load(file, "layers:1", engine_weights="gguf"),
+        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
+    )
     with monkeypatch.context() as patch:
         patch.setattr("utils.engine.selftest.width_dependence", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -254,7 +281,7 @@ def test_a_file_of_the_same_size_and_time_is_noticed(file: Path, tmp_path: Path,
 
 def test_a_full_disk_is_one_sentence_and_the_next_start_recovers(file: Path, own_cache: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
     try:
         sentence = refusal(file)
     finally:
