@@ -69,6 +69,12 @@ class Stored(NamedTuple):
     offset: int
     size: int
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        count, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
+        return self.rows, self.size // self.rows // nbytes * count
+
 
 class BlockIndex(NamedTuple):
     """The matrices of a file, by the names of layers. `architecture` is as in the file."""
@@ -110,8 +116,7 @@ class GgufBlocks(Mapping[str, BlockWeight]):
             self._check()
             # Numbers of 16 bits as integers, because NumPy has no bfloat16. Nothing is written back to the file.
             size = {4: np.float32, 2: np.int16}[dtype.itemsize]
-            shape = (stored.rows, stored.size // stored.rows // dtype.itemsize)
-            whole = torch.from_numpy(np.memmap(self._path, size, "c", stored.offset, shape))
+            whole = torch.from_numpy(np.memmap(self._path, size, "c", stored.offset, stored.shape))
         whole = self._in_model_order(stored.name, whole)
         return whole if dtype is None else whole.view(dtype)
 
@@ -336,11 +341,11 @@ class BlockRows:
 
     itemsize, dtype = torch.float32.itemsize, torch.float32
 
-    def __init__(self, blocks: GgufBlocks, name: str, columns: int) -> None:
+    def __init__(self, blocks: GgufBlocks, name: str) -> None:
         self.blocks, self.name = blocks, name
+        stored = blocks.index.tensors[name]
         self.held = torch.from_numpy(blocks.read(name))  # (N, bytes of a row)
-        self.shape = torch.Size((len(self.held), columns))
-        self._kind = gguf.GGMLQuantizationType[blocks.index.tensors[name].kind]
+        self.shape, self._kind = torch.Size(stored.shape), gguf.GGMLQuantizationType[stored.kind]
         self.filled: Callable[[], Tensor | None] = lambda: None
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -423,6 +428,12 @@ def _loaded(name: str, path: Path, folder: Path) -> InBlocks:
 def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedModel) -> None:
     """Write everything but the tokenizer. Raises UserError if weights are missing or not finite."""
     path, index = Path(source.location, str(source.gguf)), block_index(reader, model)
+    for name, stored in index.tensors.items():
+        if stored.shape != (expected := tuple(model.get_parameter(f"{name}.weight").shape)):
+            raise UserError(
+                f"'{source.name}' holds {name} in the shape {stored.shape}, and by its header transformers expects "
+                f"{expected}: use the safetensors files of this model."
+            )
     dense = _dense_tensors(reader, model, index)
     blocks = GgufBlocks(path, model, index)
     for name, tensor in chain(dense.items(), blocks.numbers()):  # one matrix at a time
@@ -470,7 +481,7 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
     is_tied = head.weight is embedding.weight
     for part, name in ((embedding, HEAD_LAYER if is_tied else EMBEDDING_LAYER), (head, HEAD_LAYER)):
         if name in blocks.index.tensors and not (is_tied and part is head):
-            part.weight = _table(blocks, name, part.weight.shape[1], is_head=part is head)
+            part.weight = _table(blocks, name, is_head=part is head)
     for name, tensor in dense.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
@@ -479,11 +490,11 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
     return [name for name, _ in model.named_parameters() if name not in found]
 
 
-def _table(blocks: GgufBlocks, name: str, columns: int, *, is_head: bool) -> nn.Parameter:
+def _table(blocks: GgufBlocks, name: str, *, is_head: bool) -> nn.Parameter:
     """The weight of an embedding, or of an output head that is not tied."""
     matrix = FileMatrix(blocks, name)
     if blocks.index.tensors[name].kind not in FLOATS:
-        return nn.Parameter(RowTable(BlockRows(blocks, name, columns)), requires_grad=False)
+        return nn.Parameter(RowTable(BlockRows(blocks, name)), requires_grad=False)
     if is_head:
         return with_placeholder(matrix.read(), matrix)
     return nn.Parameter(RowTable(TableRows(matrix, torch.float32)), requires_grad=False)

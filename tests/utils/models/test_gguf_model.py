@@ -314,6 +314,13 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_refused(file: Path, monke
     assert "model.layers.1.mlp.up_proj" in refusal(file, engine_weights="gguf")
 
 
+def test_weights_of_other_shapes_than_the_header_says_are_refused(tmp_path: Path, own_cache: Path) -> None:
+    """Transformers does not read the size of heads from files of the architecture llama."""
+    model = tiny_llama(vocab_size=300, hidden_size=64, head_dim=32)
+    sentence = refusal(write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer()))
+    assert "q_proj" in sentence and "(128, 64)" in sentence and "(64, 64)" in sentence
+
+
 def test_a_cache_that_cannot_be_written_is_named(file: Path, own_cache: Path) -> None:
     own_cache.parent.mkdir(exist_ok=True)
     own_cache.write_text("not a folder")
