@@ -156,7 +156,7 @@ def _loads_alike(model: PreTrainedModel, source: Source) -> bool:
         expected = first_logits(loaded)
         check_runs(loaded, source.name, "none")
         check_causal(loaded, source.name)
-        if keeps_all(loaded):  # the user is told so
+        if keeps_all(loaded):  # a note says so when the whole model is loaded
             return False
         del loaded
         release_memory()

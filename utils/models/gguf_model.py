@@ -55,8 +55,6 @@ from utils.text import byte_size
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 UNPACKED_BYTES = 1 << 20  # of a file that are unpacked at once, so that they stay in the processor's cache
-
-
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are number formats
 
 
@@ -327,10 +325,14 @@ class FileMatrix(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return FLOATS.get(self.blocks.index.tensors[self.name].kind, torch.float32).itemsize
+        return FLOATS.get(self._kind, torch.float32).itemsize
+
+    @property
+    def _kind(self) -> str:
+        return self.blocks.index.tensors[self.name].kind
 
     def read(self) -> Tensor:
-        return self.stored().to(torch.float32, copy=self.itemsize == torch.float32.itemsize)
+        return self.stored().to(torch.float32, copy=self._kind in FLOATS)  # a copy of what is mapped
 
     def stored(self) -> Tensor:
         return self.blocks.matrix(self.name)
@@ -391,7 +393,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
             for name, part in loaded[0].named_parameters():
                 counts[kinds[name] if kinds.get(name) in FLOATS else "F32"] += part.numel()
             plan_memory(replace(source, weight_counts=counts), "none", where, in_files=True)
-        where.report(f"loading {source.name} (cpu, blocks of the GGUF file, {byte_size(size)}) ...")
+        where.report(f"loading {source.name} (cpu, from the GGUF file, {byte_size(size)}) ...")
         return loaded
 
 
@@ -431,8 +433,8 @@ def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedM
     for name, stored in index.tensors.items():
         if stored.shape != (expected := tuple(model.get_parameter(f"{name}.weight").shape)):
             raise UserError(
-                f"'{source.name}' holds {name} in the shape {stored.shape}, and by its header transformers expects "
-                f"{expected}: use the safetensors files of this model."
+                f"'{source.name}' stores {name} in the shape {stored.shape}, but transformers expects {expected} from "
+                "its header: use the safetensors files of this model."
             )
     dense = _dense_tensors(reader, model, index)
     blocks = GgufBlocks(path, model, index)
@@ -447,7 +449,7 @@ def _unpack(source: Source, reader: GGUFReader, folder: Path, model: PreTrainedM
 
 
 def _dense_tensors(reader: GGUFReader, model: PreTrainedModel, index: BlockIndex) -> dict[str, Tensor]:
-    """The weights that are no matrices, as transformers unpacks them, in float32."""
+    """The weights that are not matrices, as transformers unpacks them, in float32."""
     processor = tensor_processor(index.architecture, model)
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
     held = {*_layers_in_blocks(model, index), *index.tensors.keys() & {HEAD_LAYER, EMBEDDING_LAYER}}

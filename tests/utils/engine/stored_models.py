@@ -22,9 +22,10 @@ def from_files(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.
     return loaded(folder, dtype)
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, *, stays: bool = True) -> Any:
+    """stays: whether the weights must be left in the files."""
     model = load_model(Source(str(folder), folder.name), "none", Placement("cpu", dtype, lambda text: None))
-    assert in_files(model)
+    assert in_files(model) == stays
     return model
 
 

@@ -24,9 +24,6 @@ from utils.engine.stored_weights import RowTable, fill, in_files, release, sourc
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights, tensor_bytes
 from utils.errors import UserError
-from utils.models.checkpoints import load_model
-from utils.models.memory import Placement
-from utils.models.sources import Source
 from utils.pairs.pair import Pair
 
 CONTEXT = [5 * index % 96 for index in range(90)]
@@ -184,16 +181,14 @@ def test_what_transformers_makes_of_a_file_is_loaded(monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", converted)
-    found = load_model(Source(str(tmp_path), "phi"), "none", Placement("cpu", torch.float32, lambda text: None))
-    assert not in_files(found)
+    found = loaded(tmp_path, stays=False)
     own, stored = (part.model.layers[0].self_attn.q_proj.weight for part in (model, found))
     assert torch.equal(stored, -own)
 
 
 def test_models_with_stored_buffers_are_loaded_whole(tmp_path: Path) -> None:
     unread("apertus").save_pretrained(tmp_path)
-    found = load_model(Source(str(tmp_path), "apertus"), "none", Placement("cpu", torch.float32, lambda text: None))
-    assert not in_files(found)
+    loaded(tmp_path, stays=False)
 
 
 @torch.no_grad()

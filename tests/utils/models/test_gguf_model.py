@@ -111,11 +111,7 @@ def test_rows_of_embedding_and_head_are_unpacked_when_they_are_read(
     monkeypatch.setattr(gguf_model, "unpacked", lambda kind, data: counts.append(len(data)) or unpacked(kind, data))
     takes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda weight: torch.nn.functional.embedding(ROWS, weight),
-        *(partial(lambda own, weight: weight[own], own) for own in (5, -1, slice(2, 9), slice(None, None, 40))),
-        *(
-            partial(lambda own, weight: weight[own], own)
-            for own in (ROWS, ROWS - 300, MASK, (slice(2, 9), slice(1, 3)))
-        ),
+        *(partial(lambda own, weight: weight[own], own) for own in CHOICES),
     ]
     columns: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda weight: weight[:, 3:9],
@@ -169,10 +165,7 @@ def test_memory_that_is_planned_is_that_of_the_blocks(kind: str, tmp_path: Path,
 def test_config_tokenizer_and_generation_config_are_those_of_the_unpacked_model(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, unpacked = (
-        load(file, engine_weights="gguf"),
-        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
-    )
+    pair, unpacked = load(file, **GGUF), load_unpacked(file, "layers:1", monkeypatch, **GGUF)
     assert pair.tokenizer.backend_tokenizer.to_str() == unpacked.tokenizer.backend_tokenizer.to_str()
     assert pair.tokenizer.chat_template == unpacked.tokenizer.chat_template
     assert (pair.end_ids, pair.target_name, pair.dtype) == (unpacked.end_ids, unpacked.target_name, unpacked.dtype)
@@ -217,10 +210,7 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, unpacked = (
-        load(file, "layers:1", engine_weights="gguf"),
-        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
-    )
+    pair, unpacked = load(file, "layers:1", **GGUF), load_unpacked(file, "layers:1", monkeypatch, **GGUF)
     assert torch.equal(sample_logits(pair.drafter), sample_logits(unpacked.drafter))
     assert without_data(pair.target) and not without_data(pair.drafter)
     assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
@@ -230,10 +220,7 @@ def test_transformers_own_forward_unpacks_what_it_needs(file: Path, monkeypatch:
 
 
 def test_an_interrupted_installation_leaves_a_model_that_computes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, unpacked = (
-        load(file, "layers:1", engine_weights="gguf"),
-        load_unpacked(file, "layers:1", monkeypatch, **GGUF),
-    )
+    pair, unpacked = load(file, "layers:1", **GGUF), load_unpacked(file, "layers:1", monkeypatch, **GGUF)
     with monkeypatch.context() as patch:
         patch.setattr("utils.engine.selftest.width_dependence", interrupt)
         with pytest.raises(KeyboardInterrupt):
