@@ -22,6 +22,14 @@ from utils.engine.machine_code import (
     job_list,
     words,
 )
+from utils.engine.matrix_tiles import (
+    STEP,
+    has_tiles,
+    matrix_tile,
+    prepared_sizes,
+    tile_functions,
+    uses_tiles,
+)
 from utils.engine.product_code import (
     ARGUMENTS,
     IN_WORD,
@@ -121,12 +129,13 @@ class CompiledKernel:
             kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None
-        self.form = PackedForm(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias)
+        has_pairs = kind == "bfloat16" and self.inputs % STEP == 0 and has_tiles()
+        self.form = PackedForm(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias, has_pairs)
+        values = [part.contiguous().view(torch.int32) for part in values] if has_pairs else values
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._group = group
-        self._block, self._prepare = product_functions(self.form)
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -164,7 +173,10 @@ class CompiledKernel:
         return sum(self._prepared(rows))
 
     def _prepared(self, rows: int) -> list[int]:
-        return self.form.prepared(rows * self.inputs, rows * self.inputs // self._group)
+        groups = self.inputs // self._group
+        if uses_tiles(self.form, rows, groups):
+            return prepared_sizes(self.form, self.inputs, rows, groups)
+        return self.form.prepared(rows * self.inputs, rows * groups)
 
     def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
         """What is in scratch memory, and where prepared inputs are, which may be x itself."""
@@ -176,8 +188,9 @@ class CompiledKernel:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
         `stride` values apart. All tensors must live as long as the jobs.
         """
-        blocks = self.width // LANES
-        tile_rows, tile_blocks = tile_of(self.form, rows, blocks)
+        blocks, tiled = self.width // LANES, uses_tiles(self.form, rows, self.inputs // self._group)
+        tile_rows, tile_blocks = matrix_tile(self.form, rows) if tiled else tile_of(self.form, rows, blocks)
+        block, prepare = (tile_functions if tiled else product_functions)(self.form)
         span = -(-blocks // (ITEMS * tile_blocks)) * tile_blocks
         arguments = words(
             ARGUMENTS,
@@ -198,8 +211,8 @@ class CompiledKernel:
             tile_rows=tile_rows,
             tile_blocks=tile_blocks,
         )
-        first = [(self._prepare, arguments, rows)] if self._prepare else []
-        return [*first, (self._block, arguments, -(-blocks // span))]
+        first = [(prepare, arguments, rows)] if prepare else []
+        return [*first, (block, arguments, -(-blocks // span))]
 
     def weight(self) -> Tensor:
         """The original values, or those of rounded integers, in float32."""
@@ -208,16 +221,24 @@ class CompiledKernel:
             values = torch.stack([values >> 4 * place & 15 for place in range(self.form.in_word)], dim=2).flatten(1, 2)
         elif self.form.rounded:
             kind = torch.int8 if self.form.kind == "int8" else torch.uint8
-            values = values.view(kind).unflatten(2, (LANES, self.form.in_word)).transpose(2, 3).flatten(1, 2)
+            values = self._spread(kind)
+        elif self.form.has_pairs:
+            values = self._spread(torch.bfloat16)
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()
         shifts = None if self._shifts is None else self._in_rows(self._shifts)
         return BlockWeight(rows, self._in_rows(self._scales), shifts, self._group, self._bits, self.form.offset).dense()
 
+    def _spread(self, kind: torch.dtype) -> Tensor:
+        """The values of words of inputs, (N / LANES, K, LANES)."""
+        values: Tensor = self._values.view(kind).unflatten(2, (LANES, self.form.in_word))
+        return values.transpose(2, 3).flatten(1, 2)
+
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows (T, K) of a weight that is not rounded, for ids (T,), in float32."""
-        return self._values[ids // LANES, :, ids % LANES].float()
+        values = self._values[ids // LANES, :, ids % LANES]
+        return values.view(torch.bfloat16).float() if self.form.has_pairs else values.float()
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)

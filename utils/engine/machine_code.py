@@ -147,6 +147,10 @@ class Code(ir.IRBuilder):
         places = ir.Constant(ir.VectorType(ir.IntType(32), count), [*range(start, start + count)])
         return self.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), places)
 
+    def tile(self, name: str, *values: ir.Value) -> None:
+        """An instruction with tiles, which are named by constants of 8 bits."""
+        self._intrinsic(f"x86.{name}", ir.VoidType(), values)
+
     def absolute(self, x: ir.Value) -> ir.Value:
         return self._float_call("fabs", x)
 

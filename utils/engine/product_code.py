@@ -10,6 +10,7 @@ For weights that are small integers, inputs are rounded to 16 bits, with a scale
 processors multiply pairs of such integers and add the products in one or two instructions. Sums of integers are exact.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,7 +33,7 @@ from utils.engine.machine_code import (
 LANES = 16  # outputs of a block
 _WORD, _HALF = ir.IntType(32), ir.IntType(16)
 _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
-_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
 _PACKED_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
@@ -70,7 +71,8 @@ IN_WORD = {"uint4": 8, "int8": 4, "uint8": 4}  # values of adjacent inputs that 
 class PackedForm:
     """How values are stored. kind: a key of _PACKED_BITS. rounded: inputs that are rounded with one scale, 0 if they
     stay floats. is_group: whether they are all inputs whose weights share a scale. scales: the number format of scales
-    and shifts. offset: as in BlockWeight.
+    and shifts. offset: as in BlockWeight. has_pairs: of bfloat16, whether two adjacent inputs are a word, as
+    `matrix_tiles` reads them.
     """
 
     kind: str
@@ -80,6 +82,7 @@ class PackedForm:
     offset: int = 0
     has_shifts: bool = False
     has_bias: bool = False
+    has_pairs: bool = False
 
     @property
     def x_bytes(self) -> int:
@@ -89,7 +92,7 @@ class PackedForm:
     @property
     def in_word(self) -> int:
         """Inputs whose values are stored beside each other, of one output after the other."""
-        return IN_WORD.get(self.kind, 1)
+        return 2 if self.has_pairs else IN_WORD.get(self.kind, 1)
 
     @property
     def start(self) -> int:
@@ -122,11 +125,11 @@ def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
     return code.load(pointer, typ=_PAIRS, align=1) if form.rounded else code.floats(pointer, form.kind, LANES)
 
 
-def _factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
+def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The scales and shifts of a group of each output. place: of their first."""
     pointers = [code.at(own[name], place, STORED[form.scales]) for name in ("scales", "shifts")[: 1 + form.has_shifts]]
     scales, *shifts = (code.floats(pointer, form.scales, LANES) for pointer in pointers)
-    return scales, shifts[0] if shifts else _ZERO
+    return scales, shifts[0] if shifts else ZERO
 
 
 def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
@@ -158,11 +161,11 @@ class _Tile:
         self._form, self._rows = form, rows
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
-        self._blocks = [_of_block(self._code, form, self._given, place) for place in places]
-        self._block_bytes = _block_bytes(self._code, form, self._given)
+        self._blocks = [of_block(self._code, form, self._given, place) for place in places]
+        self._block_bytes = block_bytes(self._code, form, self._given)
         self._inputs = self._of_rows("x", _x_bytes(self._code, form, self._given["length"]))
-        self._steps = self._of_rows("steps", _step_bytes(self._code, form, self._given["length"]))
-        self._zeros = [_ZERO] * (rows * blocks)
+        self._steps = self._of_rows("steps", step_bytes(self._code, form, self._given["length"]))
+        self._zeros = [ZERO] * (rows * blocks)
         self._at_once = form.in_word
 
     def _of_rows(self, name: str, size: ir.Value) -> list[ir.Value]:
@@ -183,7 +186,7 @@ class _Tile:
     def _add_group(self, group: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         """Add the sums of a group times its scale, and the sum of its inputs times its shift."""
         code, sums, position = self._code, self._group_sums(group), self._code.mul(group, INT(LANES))
-        factors = [_factors(code, self._form, own, position) for own in self._blocks]
+        factors = [group_factors(code, self._form, own, position) for own in self._blocks]
         for place, part in enumerate(sums):
             (scale, shift), row = factors[place // self._rows], place % self._rows
             totals[place] = code.multiply_add(part, scale, totals[place])
@@ -258,7 +261,7 @@ class _Tile:
         return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
 
 
-def _block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir.Value:
+def block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir.Value:
     return code.mul(given["length"], INT(form.block_bytes))
 
 
@@ -267,15 +270,15 @@ def _x_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
     return code.mul(inputs, INT(form.x_bytes))
 
 
-def _step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
+def step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
     """Bytes of the scales and starts of so many rounded inputs."""
     return code.udiv(code.mul(inputs, INT(8)), INT(form.rounded or 8))
 
 
-def _of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
+def of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
-    values = code.mul(block, _block_bytes(code, form, given))
+    values = code.mul(block, block_bytes(code, form, given))
     kind = STORED[form.scales]
     return given | {
         "values": code.at(given["values"], values, BYTE),
@@ -295,7 +298,7 @@ def _add_block_function(module: ir.Module, form: PackedForm) -> None:
     for shape in tile_shapes(form):
 
         def compute(index: ir.Value) -> None:
-            own = _of_block(code, form, given, code.add(first, index))
+            own = of_block(code, form, given, code.add(first, index))
             own["last"] = code.sub(code.sub(count, index), INT(1))
             _compute_tiles(code, form, shape, own)  # noqa: B023
 
@@ -312,7 +315,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
     size = own["tile_rows"]
     count_of_tiles = code.udiv(code.add(own["rows"], code.sub(size, INT(1))), size)
     # While blocks are computed, the next ones are brought from memory: by each tile of rows a part.
-    block = _block_bytes(code, form, own)
+    block = block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
     near = code.smaller(block, INT(shape.ahead))
@@ -326,7 +329,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
             "ahead": code.at(next_block, code.mul(index, code.lshr(block, share)), BYTE),
             "share": share,
             "x": code.at(own["x"], _x_bytes(code, form, before), BYTE),
-            "steps": code.at(own["steps"], _step_bytes(code, form, before), BYTE),
+            "steps": code.at(own["steps"], step_bytes(code, form, before), BYTE),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
@@ -349,16 +352,27 @@ def rounded_at_once(group: int) -> int:
     return next((size for size in _ROUNDED_AT_ONCE if group and group % size == 0), 0)
 
 
-def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
-    """prepare(arguments, row): the rounded inputs of a row, their scales and starts, and the sums of each group."""
+def _store_pairs(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded: ir.Value) -> ir.Value:
+    """Store the rounded inputs of a row from a start on. Returns where their scale and start belong."""
+    places = [first + each for first in range(0, form.rounded, form.in_word) for each in _order(form)]
+    rounded = code.shuffle_vector(rounded, rounded, ir.Constant(rounded.type, places))
+    first = code.mul(own["row"], own["length"])
+    halves = code.trunc(rounded, ir.VectorType(_HALF, form.rounded))
+    code.store(halves, code.at(own["x"], code.add(first, own["start"]), _HALF), align=4)
+    return code.at(own["steps"], step_bytes(code, form, code.add(first, own["start"])), BYTE)
+
+
+Store = Callable[[Code, PackedForm, dict[str, ir.Value], ir.Value], ir.Value]
+
+
+def add_prepare_function(module: ir.Module, form: PackedForm, store: Store, added: int) -> None:
+    """prepare(arguments, row): the rounded inputs of a row, their scales and starts, and the sums of each group.
+
+    store: like `_store_pairs`. added: what must be added to the values that products read.
+    """
     code, given, row = item_function(module, "prepare", ARGUMENTS)
-    size = form.rounded
-    floats_of, words_of, halves_of = (ir.VectorType(kind, size) for kind in (FLOAT, _WORD, _HALF))
-    places = [first + each for first in range(0, size, form.in_word) for each in _order(form)]
-    order = ir.Constant(words_of, places)
-    first = code.mul(row, given["length"])
-    source, out = code.at(given["inputs"], first), code.at(given["x"], first, _HALF)
-    steps = code.at(given["steps"], _step_bytes(code, form, first), BYTE)
+    floats_of, words_of = (ir.VectorType(kind, form.rounded) for kind in (FLOAT, _WORD))
+    source = code.at(given["inputs"], code.mul(row, given["length"]))
     sums = code.at(given["sums"], code.mul(row, given["groups"]))
 
     def round_step(start: ir.Value, total: ir.Value) -> ir.Value:
@@ -368,18 +382,19 @@ def _add_prepare_function(module: ir.Module, form: PackedForm) -> None:
         # What is not finite makes the scale NaN.
         scale = code.multiply_add(code.total(x), FLOAT(0.0), code.fmul(largest, FLOAT(1 / _LARGEST)))
         inverse = code.fdiv(FLOAT(_LARGEST), code.maximum(largest, FLOAT(_LEAST)))
-        rounded = code.fptosi(code.nearest(code.fmul(x, code.splat(inverse, size))), words_of)
-        whole, place = code.integer_total(rounded), code.mul(code.udiv(start, INT(size)), INT(2))
-        rounded = code.trunc(code.shuffle_vector(rounded, rounded, order), halves_of)
-        code.store(rounded, code.at(out, start, _HALF), align=4)
-        code.store(scale, code.at(steps, place), align=4)
-        code.store(code.mul(whole, _WORD(form.start)), code.at(steps, code.add(place, INT(1))), align=4)
+        rounded = code.fptosi(code.nearest(code.fmul(x, code.splat(inverse, form.rounded))), words_of)
+        whole, step = code.integer_total(rounded), store(code, form, given | {"row": row, "start": start}, rounded)
+        code.store(scale, step, align=4)
+        code.store(code.mul(whole, _WORD(added)), code.at(step, INT(1)), align=4)
         return code.multiply_add(scale, code.sitofp(whole, FLOAT), total)
 
     def round_group(group: ir.Value) -> None:
         start = code.mul(group, given["group"])
         [total] = code.repeat(
-            given["group"], [FLOAT(0.0)], lambda index, own: [round_step(code.add(start, index), own[0])], step=size
+            given["group"],
+            [FLOAT(0.0)],
+            lambda index, own: [round_step(code.add(start, index), own[0])],
+            step=form.rounded,
         )
         if form.has_shifts:
             code.store(total, code.at(sums, group), align=4)
@@ -428,6 +443,6 @@ def product_functions(form: PackedForm) -> tuple[int, int]:
     module = ir.Module("products")
     _add_block_function(module, form)
     if form.rounded:
-        _add_prepare_function(module, form)
+        add_prepare_function(module, form, _store_pairs, form.start)
     address = compiled(module, optimizes=False)
     return address("block"), address("prepare") if form.rounded else 0

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.utils.engine.emulated_tiles import use_tiles
 from utils.decode.engine_forward import MAX_WIDTH
-from utils.engine import compiled_products, machine_code, product_code
+from utils.engine import compiled_products, machine_code, matrix_tiles, product_code
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.machine_code import cpu_features
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
@@ -54,6 +55,7 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "float32, one input": (torch.randn, 16, 1, "float32", 4),
     "float32, one output": (torch.randn, 1, 50, "float32", 4),
     "bfloat16": (lambda *shape: torch.randn(shape).bfloat16(), 530, 77, "bfloat16", 2),
+    "bfloat16, whole tiles": (lambda *shape: torch.randn(shape).bfloat16(), 130, 96, "bfloat16", 2),
     "int8, a scale per row": (lambda *shape: round_int8(torch.randn(shape)), 50, 128, "int8", 1),
     "int8, an odd number": (lambda *shape: round_int8(torch.randn(shape)), 50, 97, "float32", 4),
     "int8 in groups of 32": (blocks(torch.int8, 8, 32, shifts=False), 40, 96, "int8", 1),
@@ -101,6 +103,7 @@ CHOSEN = (
         "float32",
         "float32, one input",
         "bfloat16",
+        "bfloat16, whole tiles",
         "int8, a scale per row",
         "int8, an odd number",
         "int8 in groups of 16",
@@ -161,6 +164,7 @@ def test_tiles_of_another_processor_have_the_same_bits(
 ) -> None:
     """Whatever the number of rows and blocks of a tile, and of blocks that it finds."""
     torch.manual_seed(6)
+    use_tiles(monkeypatch, False)
     inputs = torch.randn(ROWS, 96)
     weights = [FORMS[name][0](outputs, 96) for outputs in (10, 50, 1080)]
     expected = [CompiledKernel([weight], None)(inputs) for weight in weights]
@@ -198,6 +202,7 @@ def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
     name: str, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(8)
+    use_tiles(monkeypatch, False)
     make, outputs, inputs, *_ = FORMS[name]
     weight, x = make(outputs, inputs), 5 * torch.randn(19, inputs)
     exact, sizes = exact_product(weight, None, as_rounded(x, CompiledKernel([weight], None).form.rounded))
@@ -210,6 +215,50 @@ def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
         monkeypatch.setattr(module, "cpu_features", lambda: features)
     found = CompiledKernel([weight], None)(x)
     assert torch.equal(found, expected) and bool(((found - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
+
+
+TILED = {  # form: N and K, whether steps are left after the batches, and the fewest rows
+    "int8, a scale per row": (50, 128),
+    "int8 in groups of 32": (40, 160),
+    "uint8 in groups of 32": (17, 96),
+    "4 bits, shifts": (100, 320),
+    "4 bits as in Q4_0": (48, 96),
+    "5 bits as in Q5_1": (33, 256),
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_have_the_bits_of_other_instructions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated ones, and those of the processor if it has them."""
+    torch.manual_seed(10)
+    outputs, inputs = TILED[name]
+    weight, bias, x = FORMS[name][0](outputs, inputs), torch.randn(outputs), 5 * torch.randn(37, inputs)
+    x[2] *= 1e-3
+    own = CompiledKernel([weight], bias)
+    with monkeypatch.context() as patch:
+        use_tiles(patch, False)
+        expected = CompiledKernel([weight], bias)(x)
+    assert torch.equal(own(x), expected)
+    use_tiles(monkeypatch, True)
+    torch.set_num_threads(1)
+    kernel = CompiledKernel([weight], bias)
+    assert matrix_tiles.uses_tiles(kernel.form, 5, 1 if kernel.form.rounded == 64 else inputs // 32)
+    for rows in (1, 5, 16, 17, 37):
+        assert torch.equal(kernel(x[:rows]), expected[:rows]), rows
+
+
+def test_bfloat16_in_tiles_is_exact_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(11)
+    use_tiles(monkeypatch, True)
+    torch.set_num_threads(1)
+    weight, bias, x = torch.randn(70, 160).bfloat16(), torch.randn(70), torch.randn(37, 160)
+    x[3] *= 10 ** torch.linspace(-6, 6, 160)  # all 24 bits of each input count
+    kernel = CompiledKernel([weight], bias)
+    assert kernel.form.has_pairs and torch.equal(kernel.weight(), weight.float())
+    assert torch.equal(kernel.rows(torch.tensor([3, 69, 16])), weight[[3, 69, 16]].float())
+    exact, sizes = exact_product(weight, bias, x)
+    for rows in (1, 9, 16, 17, 37):
+        assert bool(((kernel(x[:rows]) - exact[:rows]).abs() <= 164 * UNIT * sizes[:rows]).all()), rows
 
 
 @pytest.mark.parametrize("round_weight", [round_int8, lambda weight: weight])

@@ -1,0 +1,317 @@
+"""Products by the matrix instructions of Intel processors (AMX).
+
+One instruction multiplies a tile of inputs with a tile of weights and adds the product to a tile of sums; each tile
+has up to 16 rows of 64 bytes. So passes of up to 16 rows take little more time than the weights need to be read.
+
+- Inputs for small integers, which are rounded to 16 bits, are split into their two bytes. All sums of integers are
+  exact, so the bits are those of `product_code`.
+- Inputs for weights in bfloat16 are split into three values in bfloat16 that together are the float32. Their products
+  are exact and are added in float32. The order depends on nothing but the number of inputs, so that rows do not depend
+  on others; but the bits are not those of other processors.
+"""
+
+import ctypes
+import platform
+from functools import cache
+
+from llvmlite import ir
+
+from utils.engine.machine_code import BYTE, FLOAT, INT, POINTER, Code, compiled, cpu_features, item_function
+from utils.engine.product_code import (
+    ARGUMENTS,
+    LANES,
+    WORDS,
+    ZERO,
+    PackedForm,
+    add_prepare_function,
+    group_factors,
+    of_block,
+)
+
+STEP = 32  # inputs in bfloat16 that are a row of a tile
+_ROUNDED = (32, 64)  # rounded inputs with one scale that are a row of a tile
+_ROWS, _LINE = 16, 64  # of a tile, and the bytes of a row
+_PARTS = 3  # values in bfloat16 that are a float32
+_BLOCKS, _ROUNDED_BLOCKS = 4, 2  # that are computed together
+_SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then those of weights
+_BATCH = 4  # steps whose sums are read together, because tiles that were just stored are read slowly
+_AHEAD = 4096  # bytes of a block by which weights are asked for early
+_UNPACKED = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of the values of 4 bits in a word
+_LEAST_ROWS = 5  # with fewer, values of 4 bits are unpacked faster in registers
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_Own = list[dict[str, ir.Value]]  # the arguments of each block
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the processor has tiles and the operating system lets this process use them."""
+    if not {"amx-tile", "amx-int8", "amx-bf16"} <= cpu_features() or platform.system() != "Linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
+    """Whether a product of so many rows, with groups of inputs that have a scale each, is computed in tiles."""
+    if form.has_pairs:
+        return True
+    fits = form.rounded in _ROUNDED and (form.is_group or groups == 1)
+    return fits and rows >= (_LEAST_ROWS if form.kind == "uint4" else 1) and has_tiles()
+
+
+def matrix_tile(form: PackedForm, rows: int) -> tuple[int, int]:
+    """Return how many rows and blocks are computed together in a product of so many rows."""
+    return -(-rows // -(-rows // _ROWS)), _ROUNDED_BLOCKS if form.rounded else _BLOCKS
+
+
+def prepared_sizes(form: PackedForm, inputs: int, rows: int, groups: int) -> list[int]:
+    """Like PackedForm.prepared, for a product in tiles of rows with so many inputs each."""
+    padded = inputs * (rows + _ROWS)  # tiles are read whole
+    return form.prepared(padded, groups * rows) if form.rounded else [_PARTS * padded // 2, 0, 0]
+
+
+class _Product:
+    """block(arguments, item): the product of all rows with `span` blocks."""
+
+    def __init__(self, module: ir.Module, form: PackedForm) -> None:
+        self._form, self._at_once = form, matrix_tile(form, 1)[1]
+        self._code, self._given, item = item_function(module, "block", ARGUMENTS)
+        code, given = self._code, self._given
+        self._first, self._size = code.mul(item, given["span"]), given["tile_rows"]
+        self._count = code.smaller(code.sub(given["blocks"], self._first), given["span"])
+        self._width = form.rounded or _LINE  # bytes of a row of inputs
+        self._steps = code.udiv(given["length"], INT(form.rounded or STEP))
+        self._totals, self._unpacked = self._tiles(self._at_once), self._tiles(_BATCH * self._at_once)
+        self._results, self._factors = (self._tiles(2 * _BATCH * self._at_once) for _ in range(2))
+
+    def _tiles(self, count: int) -> ir.Value:
+        """Memory of the function for so many tiles."""
+        memory = self._code.alloca(ir.ArrayType(BYTE, _LINE), count * _ROWS)
+        memory.align, memory.type = _LINE, POINTER
+        return memory
+
+    def _line(self, memory: ir.Value, tile: int, row: ir.Value) -> ir.Value:
+        place = self._code.add(row, INT(tile * _ROWS))
+        return self._code.at(memory, self._code.mul(place, INT(_LINE)), BYTE)
+
+    def _load(self, memory: ir.Value, tile: int, row: ir.Value, kind: ir.Type = ZERO.type) -> ir.Value:
+        return self._code.load(self._line(memory, tile, row), typ=kind, align=_LINE)
+
+    def write(self) -> None:
+        code, shapes = self._code, _shapes(self._code.module, self._form)
+        code.tile("ldtilecfg", code.at(shapes, code.mul(code.sub(self._size, INT(1)), INT(_LINE)), BYTE))
+        code.for_each(self._count, self._compute_blocks, step=self._at_once)
+        code.tile("tilerelease")
+        code.ret_void()
+
+    def _compute_blocks(self, index: ir.Value) -> None:
+        code, given, last = self._code, self._given, self._code.sub(self._count, INT(1))
+        places = [code.smaller(code.add(index, INT(block)), last) for block in range(self._at_once)]
+        own = [of_block(code, self._form, given, code.add(self._first, place)) for place in places]
+
+        def compute(tile: ir.Value) -> None:
+            first = code.mul(tile, self._size)
+            rows = code.smaller(code.sub(given["rows"], first), self._size)
+            if self._form.rounded:
+                self._add_rounded(own, tile, rows)
+            else:
+                self._add_floats(own, tile)
+            code.for_each(rows, lambda row: self._write_row(own, row, code.add(first, row)))
+
+        code.for_each(code.udiv(code.add(given["rows"], code.sub(self._size, INT(1))), self._size), compute)
+
+    def _write_row(self, own: _Own, row: ir.Value, place: ir.Value) -> None:
+        """Write the outputs of a row of a tile. place: of the row among all."""
+        code, form = self._code, self._form
+        for block, each in enumerate(own):
+            total = self._load(self._totals, block, row)
+            if form.rounded and not form.is_group:  # all inputs are one group
+                total = self._with_group(total, group_factors(code, form, each, INT(0)), ZERO, group=INT(0), row=place)
+            total = code.fadd(total, code.floats(each["bias"], "float32", LANES)) if form.has_bias else total
+            code.store(total, code.at(each["out"], code.mul(place, self._given["out_stride"])), align=4)
+
+    def _with_group(
+        self, part: ir.Value, factors: tuple[ir.Value, ir.Value], total: ir.Value, *, group: ir.Value, row: ir.Value
+    ) -> ir.Value:
+        """A total with the sum of a group times its scale, and the sum of its inputs times its shift."""
+        code, (scale, shift) = self._code, factors
+        total = code.multiply_add(part, scale, total)
+        if not self._form.has_shifts:
+            return total
+        index = code.add(group, code.mul(self._given["groups"], row))
+        whole = code.load(code.at(self._given["sums"], index), typ=FLOAT, align=4)
+        return code.multiply_add(code.splat(whole, LANES), shift, total)
+
+    def _load_inputs(self, tile: ir.Value, step: ir.Value, parts: int) -> None:
+        code, size = self._code, self._code.mul(self._size, INT(self._width))
+        first = code.mul(code.add(code.mul(tile, self._steps), step), INT(parts))
+        for part in range(parts):
+            place = code.mul(code.add(first, INT(part)), size)
+            code.tile("tileloadd64", BYTE(part), code.at(self._given["x"], place, BYTE), INT(self._width))
+
+    def _values(self, own: dict[str, ir.Value], step: ir.Value) -> ir.Value:
+        """Where the weights of a step are. Later ones are prefetched."""
+        code, size = self._code, (self._form.rounded or STEP) * self._form.block_bytes
+        values = code.at(own["values"], code.mul(step, INT(size)), BYTE)
+        for line in range(0, size, _LINE):
+            code.prefetch(code.at(values, INT(line + _AHEAD), BYTE))
+        return values
+
+    def _add_floats(self, own: _Own, tile: ir.Value) -> None:
+        code, weights = self._code, BYTE(_PARTS)
+        for block in range(len(own)):
+            code.tile("tilezero", BYTE(_SUMS + block))
+
+        def add(step: ir.Value) -> None:
+            self._load_inputs(tile, step, _PARTS)
+            for block, each in enumerate(own):
+                code.tile("tileloadd64", weights, self._values(each, step), INT(_LINE))
+                for part in reversed(range(_PARTS)):
+                    code.tile("tdpbf16ps", BYTE(_SUMS + block), BYTE(part), weights)
+
+        code.for_each(self._steps, add)
+        for block in range(len(own)):
+            code.tile("tilestored64", BYTE(_SUMS + block), self._line(self._totals, block, INT(0)), INT(_LINE))
+
+    def _add_rounded(self, own: _Own, tile: ir.Value, rows: ir.Value) -> None:
+        """Add all steps to the totals, each of inputs with one scale."""
+        code, whole = self._code, self._code.and_(self._steps, INT(-_BATCH))
+
+        def clear(row: ir.Value) -> None:
+            for block in range(len(own)):
+                code.store(ZERO, self._line(self._totals, block, row), align=_LINE)
+
+        code.for_each(rows, clear)
+        code.for_each(whole, lambda step: self._add_batch(own, tile, rows, step, count=_BATCH), step=_BATCH)
+        rest = code.sub(self._steps, whole)
+        code.for_each(rest, lambda step: self._add_batch(own, tile, rows, code.add(whole, step), count=1))
+
+    def _add_batch(self, own: _Own, tile: ir.Value, rows: ir.Value, first: ir.Value, *, count: int) -> None:
+        """Add so many steps to the totals of all rows of a tile."""
+        code, is_packed = self._code, self._form.kind == "uint4"
+        steps = [code.add(first, INT(place)) for place in range(count)]
+        for place, step in enumerate(steps if is_packed else ()):
+            for block, each in enumerate(own):
+                self._unpack(self._values(each, step), self._at_once * place + block)
+        for place, step in enumerate(steps):
+            self._load_inputs(tile, step, 2)
+            for block, each in enumerate(own):
+                at = self._at_once * place + block
+                values = self._line(self._unpacked, at, INT(0)) if is_packed else self._values(each, step)
+                self._multiply(values, block, 2 * at)
+                if self._form.is_group:
+                    factors = group_factors(code, self._form, each, code.mul(step, INT(LANES)))
+                    for kind, factor in enumerate(factors):
+                        code.store(factor, self._line(self._factors, 2 * at + kind, INT(0)), align=_LINE)
+        code.for_each(rows, lambda row: self._add_row(tile, row, steps))
+
+    def _multiply(self, values: ir.Value, block: int, result: int) -> None:
+        """Write the sums of a step, those of high and of low bytes of inputs."""
+        code, weights = self._code, BYTE(2 + block)
+        code.tile("tileloadd64", weights, values, INT(_LINE))
+        for part, sign in enumerate("su"):
+            sums = BYTE(_SUMS + 2 * block + part)
+            code.tile("tilezero", sums)
+            code.tile(f"tdpb{sign}{'s' if self._form.kind == 'int8' else 'u'}d", sums, BYTE(part), weights)
+            code.tile("tilestored64", sums, self._line(self._results, result + part, INT(0)), INT(_LINE))
+
+    def _add_row(self, tile: ir.Value, row: ir.Value, steps: list[ir.Value]) -> None:
+        """Add what `_multiply` has written for a row."""
+        code, form, size = self._code, self._form, self._size
+        place, eight = code.add(code.mul(tile, size), row), ir.Constant(WORDS, [8] * LANES)
+        line = code.add(code.mul(code.add(code.mul(tile, self._steps), steps[0]), size), row)
+        totals = [self._load(self._totals, block, row) for block in range(self._at_once)]
+        for index, step in enumerate(steps):
+            own = code.at(self._given["steps"], code.mul(code.add(line, code.mul(size, INT(index))), INT(2)))
+            scale = code.splat(code.load(own, typ=FLOAT, align=4), LANES)
+            start = code.splat(code.load(code.at(own, INT(1)), typ=WORDS.element, align=4), LANES)
+            for block, total in enumerate(totals):
+                at = 2 * (self._at_once * index + block)
+                high, low = (self._load(self._results, at + part, row, WORDS) for part in range(2))
+                found = code.sitofp(code.add(code.add(code.shl(high, eight), low), start), ZERO.type)
+                if form.is_group:
+                    part = code.multiply_add(found, scale, ZERO)
+                    factors = self._load(self._factors, at, INT(0)), self._load(self._factors, at + 1, INT(0))
+                    totals[block] = self._with_group(part, factors, total, group=step, row=place)
+                else:
+                    totals[block] = code.multiply_add(found, scale, total)
+        for block, total in enumerate(totals):
+            code.store(total, self._line(self._totals, block, row), align=_LINE)
+
+    def _unpack(self, values: ir.Value, tile: int) -> None:
+        """Write values of 4 bits as bytes: of each word two rows, in the order of _UNPACKED."""
+        code, mask = self._code, ir.Constant(WORDS, [0x0F0F0F0F] * LANES)
+        for word in range(self._form.rounded // self._form.in_word):
+            packed = code.load(code.at(values, INT(word * _LINE), BYTE), typ=WORDS, align=1)
+            for half, part in enumerate((packed, code.lshr(packed, ir.Constant(WORDS, [4] * LANES)))):
+                code.store(code.and_(part, mask), self._line(self._unpacked, tile, INT(2 * word + half)), align=_LINE)
+
+
+def _shapes(module: ir.Module, form: PackedForm) -> ir.Value:
+    """For each number of rows the shapes of all tiles, as the processor reads them: bytes of each row, then rows."""
+    width, weights = form.rounded or _LINE, _ROUNDED_BLOCKS if form.rounded else 1
+    lines = bytearray()
+    for rows in range(1, _ROWS + 1):
+        line, inputs = bytearray(_LINE), _SUMS - weights
+        line[0] = 1  # the only kind of shapes
+        line[16:32:2] = [width] * inputs + [_LINE] * (weights + _SUMS)
+        line[48:56] = [rows] * inputs + [width // 4] * weights + [rows] * _SUMS
+        lines += line
+    kind = ir.ArrayType(BYTE, len(lines))
+    shapes = ir.GlobalVariable(module, kind, "shapes")
+    shapes.linkage, shapes.initializer = "internal", ir.Constant(kind, lines)
+    return shapes
+
+
+def _line_of_tile(code: Code, own: dict[str, ir.Value], *, inputs: int, part: int, parts: int) -> ir.Value:
+    """The number of the line with so many inputs of a row from a start on. Lines are in the order in which they are
+    loaded: of each tile of rows all parts of the first inputs, then those of the next ones.
+    """
+    tile, row = code.udiv(own["row"], own["tile_rows"]), code.urem(own["row"], own["tile_rows"])
+    steps, step = (code.udiv(own[name], INT(inputs)) for name in ("length", "start"))
+    step = code.add(code.mul(tile, steps), step)
+    return code.add(code.mul(code.add(code.mul(step, INT(parts)), INT(part)), own["tile_rows"]), row)
+
+
+def _store_bytes(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded: ir.Value) -> ir.Value:
+    """Store the high and the low bytes of rounded inputs. Returns where their scale and start belong."""
+    size, bytes_of = form.rounded, ir.VectorType(BYTE, form.rounded)
+    within = _UNPACKED if form.kind == "uint4" else range(form.in_word)
+    places = [first + each for first in range(0, size, form.in_word) for each in within]
+    rounded = code.shuffle_vector(rounded, rounded, ir.Constant(rounded.type, places))
+    for part, value in enumerate((code.ashr(rounded, ir.Constant(rounded.type, [8] * size)), rounded)):
+        line = _line_of_tile(code, own, inputs=size, part=part, parts=2)
+        code.store(code.trunc(value, bytes_of), code.at(own["x"], code.mul(line, INT(size)), BYTE), align=4)
+    line = _line_of_tile(code, own, inputs=size, part=0, parts=1)
+    return code.at(own["steps"], code.mul(line, INT(2)))
+
+
+def _add_split_function(module: ir.Module) -> None:
+    """prepare(arguments, row): the inputs of a row as values in bfloat16 whose sum they are."""
+    code, given, row = item_function(module, "prepare", ARGUMENTS)
+    floats, words, halves = (ir.VectorType(kind, STEP) for kind in (FLOAT, ir.IntType(32), ir.IntType(16)))
+    source = code.at(given["inputs"], code.mul(row, given["length"]))
+
+    def split(start: ir.Value) -> None:
+        rest = code.load(code.at(source, start), typ=floats, align=4)
+        for part in range(_PARTS):
+            bits = code.lshr(code.bitcast(rest, words), ir.Constant(words, [16] * STEP))
+            line = _line_of_tile(code, given | {"row": row, "start": start}, inputs=STEP, part=part, parts=_PARTS)
+            code.store(code.trunc(bits, halves), code.at(given["x"], code.mul(line, INT(_LINE)), BYTE), align=4)
+            value = code.bitcast(code.shl(bits, ir.Constant(words, [16] * STEP)), floats)
+            rest = code.fsub(rest, value)
+
+    code.for_each(given["length"], split, step=STEP)
+    code.ret_void()
+
+
+@cache
+def tile_functions(form: PackedForm) -> tuple[int, int]:
+    """The addresses of `block` and `prepare` for products in tiles."""
+    module = ir.Module("tiles")
+    _Product(module, form).write()
+    if form.rounded:
+        add_prepare_function(module, form, _store_bytes, form.offset)
+    else:
+        _add_split_function(module)
+    address = compiled(module, optimizes=False)
+    return address("block"), address("prepare")
