@@ -37,7 +37,7 @@ _SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then thos
 _BATCH = 4  # steps whose sums are read together, because tiles that were just stored are read slowly
 _AHEAD = 4096  # bytes of a block by which weights are asked for early
 _UNPACKED = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of the values of 4 bits in a word
-_LEAST_ROWS = 5  # with fewer, values of 4 bits are unpacked faster in registers
+_LEAST_ROWS = 5  # of rounded inputs: fewer take as long or longer, most so if weights are in the processor's cache
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _Own = list[dict[str, ir.Value]]  # the arguments of each block
 
@@ -55,7 +55,7 @@ def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
     if form.has_pairs:
         return True
     fits = form.rounded in _ROUNDED and (form.is_group or groups == 1)
-    return fits and rows >= (_LEAST_ROWS if form.kind == "uint4" else 1) and has_tiles()
+    return fits and rows >= _LEAST_ROWS and has_tiles()
 
 
 def matrix_tile(form: PackedForm, rows: int) -> tuple[int, int]:
