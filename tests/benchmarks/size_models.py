@@ -84,6 +84,10 @@ class Shape:
         head = vocabulary * self.hidden
         return head, sum(prod(size) for part in (outside, *layers) for _, size in part) - head
 
+    def cache_bytes(self, tokens: int) -> int:
+        """The keys and values of so many tokens in float32."""
+        return 8 * tokens * self.layers * self.key_heads * (self.hidden // self.heads)
+
 
 # By billions of parameters: those of the embedded model's family and of Llama 3, with widths that Q4_K can hold.
 SHAPES = {

@@ -42,7 +42,7 @@ PEER_FORMATS = ("bfloat16", "float32")  # of generate
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
 READ_BYTES = 1_000_000_000
 FREE = 0.85  # the share of free memory that a row may take by default
-PEAK_FACTOR, PEAK_EXTRA = 1.2, 1.5e9  # the bound of peak memory: factor x final weights + extra
+PEAK_FACTOR, PEAK_EXTRA = 1.2, 1.5e9  # the bound of peak memory: factor x final weights + extra + keys and values
 LATE = Figures(note="not run: the time was over")
 HEADINGS = (
     *("billion", "files", "arm", "start 1, s", "start 2, s", "peak, GB", "peak / bound", "resident, GB", "disk, GB"),
@@ -175,7 +175,8 @@ def read_rate(cores: int) -> float:
 def result_of(row: Row, figures: Figures, nbytes: Sequence[int], rate: float) -> dict[str, Any]:
     """The row and its figures as plain values. nbytes: of target and drafter. A peer has the target only."""
     weights = sum(nbytes) if row.arm == PROGRAM else nbytes[0]
-    bound = PEAK_FACTOR * weights + PEAK_EXTRA
+    cached = SHAPES[row.size].cache_bytes(LONG) if LONG in figures.prefill else 0
+    bound = PEAK_FACTOR * weights + PEAK_EXTRA + cached
     return {
         "billion": row.size,
         "files": row.files,

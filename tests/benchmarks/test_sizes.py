@@ -169,6 +169,10 @@ def test_rows_of_the_table() -> None:
         *("1.7", "safetensors", "program, bfloat16", "60.0", "12.5", "6.00", "0.95", "4.50", "0.00"),
         *("200.0", "1.20", "-", "120", "-", "50%", "invariant, 2 threads"),
     ]
+    figures.prefill[LONG] = 100.0
+    longer = sizes.result_of(row, figures, (3_400_000_000, 600_000_000), 34e9)
+    # Keys and values of 24 layers with 32 heads of 64 values each, 4 bytes for each.
+    assert longer["peak_bound"] == pytest.approx(1.2 * 4e9 + 1.5e9 + LONG * 2 * 24 * 32 * 64 * 4)
     stopped = sizes.cells(sizes.result_of(row, Figures(peak=int(12e9), note="stopped at 12.0 GB"), (1, 1), 1e9))
     assert (stopped[3], stopped[9], stopped[-1]) == ("-", "-", "stopped at 12.0 GB")
     peer = sizes.result_of(sizes.Row(1.7, "q4_0", sizes.LLAMA, "gguf"), Figures([3.0]), (10, 10), 1e9)
