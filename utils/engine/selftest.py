@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from utils.decode.engine_forward import MAX_WIDTH, engine_forward
+from utils.decode.engine_forward import MAX_WIDTH, engine_forward, in_prefill
 from utils.decode.layer_cut import chosen_layers, layer_kinds, shell
 from utils.decode.logit_drift import largest_difference, logits_by_width, max_rounding
 from utils.decode.model_info import context_length, sample_ids, vocabulary_size
 from utils.decode.model_session import ModelSession
 from utils.engine.layer_engine import Report, unreported
 from utils.engine.stored_weights import rows_of
+from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
@@ -222,11 +224,34 @@ def read_weights(part: PreTrainedModel, weights: EngineWeights, *, outputs: int 
     head = part.get_output_embeddings()
     for name, layer in part.named_modules():
         if type(layer) is nn.Linear:
-            weight, is_head = layer.weight, layer is head
-            if is_head and outputs is not None and len(weight) > outputs:
-                name, weight = f"{name}[0:{outputs}]", rows_of(weight, slice(0, outputs))
-                if layer.bias is not None:
-                    layer._parameters["bias"] = nn.Parameter(layer.bias.detach()[:outputs], requires_grad=False)
-            rounded = weights.rounded(name, weight, is_head=is_head)
+            if layer is head:
+                layer.forward = _HeadInPieces(name, layer, weights, outputs)
+                continue
+            rounded = weights.rounded(name, layer.weight, is_head=False)
             layer._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
     vars(part)["_in_files"] = False
+
+
+class _HeadInPieces:
+    """The forward pass of an output head, or of its first outputs, that unpacks some rows at a time: in float32 the
+    head of a large vocabulary may need more memory than all weights in their final form.
+    """
+
+    def __init__(self, name: str, layer: nn.Linear, weights: EngineWeights, outputs: int | None) -> None:
+        weight = layer.weight
+        if outputs is not None and len(weight) > outputs:
+            name, weight = f"{name}[0:{outputs}]", rows_of(weight, slice(0, outputs))
+        self._form, self._dtype = weights.form(name, weight, is_head=True), weight.dtype
+        self._bias = None if layer.bias is None else layer.bias.detach()[: len(weight)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., outputs), or (..., 0) in a prefill, whose logits are not read."""
+        if in_prefill():
+            return x[..., :0]
+        form, pieces = self._form, []
+        for start in range(0, form.shape[0], TESTED_HEAD):
+            end = min(start + TESTED_HEAD, form.shape[0])
+            rows = form.rows(start, end).dense() if isinstance(form, BlockWeight) else form[start:end]
+            bias = None if self._bias is None else self._bias[start:end]
+            pieces.append(linear(x, rows.to(self._dtype), bias))
+        return torch.cat(pieces, dim=-1)

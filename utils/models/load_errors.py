@@ -40,6 +40,8 @@ CAUSES = {
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')": (
         "named model.safetensors",
     ),
+    "has weights of other shapes than transformers derives from its config.json or GGUF header: check it, or use "
+    "another copy of the model": ("ignore_mismatched_sizes",),
     "does not fit into memory: use a smaller model, --quantize int8, or a different --device": MEMORY,
 }
 

@@ -209,6 +209,28 @@ def test_rounded_weights_may_differ_a_little_from_the_reference(
     assert (reference.difference() == "") is accepted
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_reference_unpacks_a_few_rows_of_the_head_at_a_time(
+    weights: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(hidden_size=64)
+    if bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
+    whole, rows = selftest.Reference.of(model, EngineWeights(weights)), list[int]()
+    product = torch.nn.functional.linear
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(weight))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(selftest, "TESTED_HEAD", 40)
+    monkeypatch.setattr(selftest, "linear", recorded)
+    found = selftest.Reference.of(model, EngineWeights(weights))
+    assert rows == [40, 40, 16]
+    assert torch.allclose(found.logits, whole.logits, rtol=1e-5, atol=1e-5)
+
+
 def test_the_self_test_runs_again_on_request(view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_engines(monkeypatch, "plain", "invariant")
     file, pair = tmp_path / "runs.jsonl", tiny_pair()

@@ -28,7 +28,7 @@ from utils.models import checkpoints, sources
 from utils.models.load_errors import CAUSES, explained_errors, quiet
 from utils.models.sources import locate
 
-GATED, TOKEN, UNKNOWN_ID, OFFLINE, REMOTE_CODE, PICKLED, MEMORY = CAUSES  # sentences in the order of the table
+GATED, TOKEN, UNKNOWN_ID, OFFLINE, REMOTE_CODE, PICKLED, SHAPES, MEMORY = CAUSES  # sentences in the order of the table
 
 
 def edit_config(folder: Path, **fields: Any) -> None:
@@ -70,7 +70,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (pickle_weights, "pickled"),
     (lambda folder: (folder / "model.safetensors").unlink(), ".safetensors"),
     (remove_a_weight, "(model.layers.0.mlp.up_proj.weight"),
-    (lambda folder: edit_config(folder, hidden_size=64), "mismatch"),
+    (lambda folder: edit_config(folder, hidden_size=64), SHAPES),
     (lambda folder: (folder / "config.json").unlink(), "config.json"),
     (lambda folder: (folder / "config.json").write_text("{oops"), "JSON"),
     (lambda folder: edit_config(folder, model_type="unheard-of"), "unheard-of"),
@@ -196,6 +196,7 @@ def test_errors_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception, wo
         (RepositoryNotFoundError("404"), UNKNOWN_ID),
         (torch.OutOfMemoryError("CUDA out of memory"), MEMORY),
         (MemoryError(), MEMORY),
+        (RuntimeError("You set `ignore_mismatched_sizes` to `False`, thus raising an error."), SHAPES),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MEMORY),
         (RuntimeError("something else\nwith details"), "(something else)"),
         (RuntimeError(), "(RuntimeError)"),
