@@ -34,6 +34,7 @@ from utils.models.sources import (
 )
 from utils.text import Count, byte_size
 
+NO_ENGINE = "{} engine weights are not possible for '{}': {}. Omit --engine-weights."
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -74,7 +75,7 @@ def load_from_files(
     """Load a model without its linear weights. Returns it with the names of unused tensors in its files, or None if
     its files do not hold its weights by their names, or if no engine would pack them.
 
-    Raises UserError for weights that do not fit into memory or are not finite.
+    Raises UserError for weights that do not fit into memory, are not finite or cannot be computed in their format.
     """
     if where.device != "cpu" or source.gguf:
         return None
@@ -82,7 +83,9 @@ def load_from_files(
         return None
     dtype = where.dtype if isinstance(where.dtype, torch.dtype) else config.dtype or torch.float32
     model = empty_model(config, dtype)
-    if isinstance(read_decoder(model), str) and packing_problem(model):
+    if isinstance(read_decoder(model), str) and (problem := packing_problem(model)):
+        if where.engine_weights != "float32":
+            raise UserError(NO_ENGINE.format(where.engine_weights, source.name, problem))
         return None
     folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):

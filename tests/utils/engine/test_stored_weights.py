@@ -24,6 +24,9 @@ from utils.engine.stored_weights import RowTable, fill, in_files, release, sourc
 from utils.engine.weight_blocks import BlockWeight
 from utils.engine.weight_format import EngineWeights, tensor_bytes
 from utils.errors import UserError
+from utils.models.checkpoints import load_model
+from utils.models.memory import Placement
+from utils.models.sources import Source
 from utils.pairs.pair import Pair
 
 CONTEXT = [5 * index % 96 for index in range(90)]
@@ -189,6 +192,14 @@ def test_what_transformers_makes_of_a_file_is_loaded(monkeypatch: pytest.MonkeyP
 def test_models_with_stored_buffers_are_loaded_whole(tmp_path: Path) -> None:
     unread("apertus").save_pretrained(tmp_path)
     loaded(tmp_path, stays=False)
+
+
+def test_a_format_that_no_engine_computes_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    tiny_model("gemma2", attn_logit_softcapping=30.0).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    where = Placement("cpu", torch.float32, lambda text: None, engine_weights="int8")
+    with pytest.raises(UserError, match="int8 engine weights are not possible"):
+        load_model(Source(str(tmp_path), "capped"), "none", where)
 
 
 @torch.no_grad()
