@@ -109,7 +109,7 @@ class CompiledKernel:
 
     def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
         self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self._scales = self._shifts = None
+        self._scales = self._shifts = self._factors = None
         self._bits = offset = rounded = 0
         if any(isinstance(weight, BlockWeight) and not rounded_at_once(weight.group) for weight in weights):
             weights = [weight.dense() if isinstance(weight, BlockWeight) else weight for weight in weights]
@@ -124,13 +124,19 @@ class CompiledKernel:
             self._scales = _in_lanes([_supported(block.scales) for block in blocks])
             shifts = [_supported(block.shifts) for block in blocks if block.shifts is not None]
             self._shifts = _in_lanes(shifts) if shifts else None
+            factors = [block.factors for block in blocks if block.factors is not None]
+            self._factors = _in_lanes(factors) if factors else None
         else:
             values = [_supported(weight.detach()) for weight in weights if isinstance(weight, Tensor)]
             kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None
         has_pairs = kind == "bfloat16" and self.inputs % STEP == 0 and has_tiles()
-        self.form = PackedForm(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias, has_pairs)
+        supers = 0 if self._factors is None else self._factors.shape[1] // (1 + has_shifts)
+        self.form = PackedForm(
+            *(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias, has_pairs),
+            in_super=self.inputs // group // supers if supers else 0,
+        )
         values = [part.contiguous().view(torch.int32) for part in values] if has_pairs else values
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
@@ -199,6 +205,7 @@ class CompiledKernel:
             values=self._values,
             scales=self._scales,
             shifts=self._shifts,
+            factors=self._factors,
             bias=self._bias,
             out=out,
             out_stride=stride,
@@ -227,8 +234,9 @@ class CompiledKernel:
         rows = self._in_rows(values)
         if self._scales is None:
             return rows.float()
-        shifts = None if self._shifts is None else self._in_rows(self._shifts)
-        return BlockWeight(rows, self._in_rows(self._scales), shifts, self._group, self._bits, self.form.offset).dense()
+        scales = self._in_rows(self._scales)
+        shifts, factors = (None if part is None else self._in_rows(part) for part in (self._shifts, self._factors))
+        return BlockWeight(rows, scales, shifts, self._group, self._bits, self.form.offset, factors).dense()
 
     def _spread(self, kind: torch.dtype) -> Tensor:
         """The values of words of inputs, (N / LANES, K, LANES)."""
@@ -241,7 +249,8 @@ class CompiledKernel:
         return values.view(torch.bfloat16).float() if self.form.has_pairs else values.float()
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (part for part in (self._values, self._scales, self._shifts, self._bias) if part is not None)
+        parts = (self._values, self._scales, self._shifts, self._factors, self._bias)
+        yield from (part for part in parts if part is not None)
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]

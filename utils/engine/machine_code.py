@@ -16,7 +16,8 @@ from llvmlite import ir
 from torch import Tensor
 
 INT, BYTE, FLOAT, POINTER = ir.IntType(64), ir.IntType(8), ir.FloatType(), ir.PointerType()
-STORED = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}  # as `Code.floats` reads them
+# As `Code.floats` reads them.
+STORED = {"float32": FLOAT, "bfloat16": ir.IntType(16), "float16": ir.HalfType(), "uint8": BYTE, "int8": BYTE}
 _WORD = ir.IntType(32)
 NATIVE_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 _LINE = 8  # words of a cache line. Words that several threads change have a line of their own
@@ -80,6 +81,9 @@ class Code(ir.IRBuilder):
         x, words = self.load(pointer, typ=ir.VectorType(STORED[kind], lanes), align=1), ir.VectorType(_WORD, lanes)
         if kind == "float16":
             return self.fpext(x, ir.VectorType(FLOAT, lanes))
+        if kind in ("uint8", "int8"):
+            wide = self.zext(x, words) if kind == "uint8" else self.sext(x, words)
+            return self.sitofp(wide, ir.VectorType(FLOAT, lanes))
         if kind == "bfloat16":
             x = self.shl(self.zext(x, words), ir.Constant(words, [16] * lanes))
         return self.bitcast(x, ir.VectorType(FLOAT, lanes))

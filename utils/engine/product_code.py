@@ -44,6 +44,7 @@ _TILE_ARGUMENTS = {
     "values": POINTER,
     "scales": POINTER,
     "shifts": POINTER,
+    "factors": POINTER,  # of scales and shifts that are small integers: one of each for some adjacent groups
     "bias": POINTER,
     "sums": POINTER,  # of the inputs of each group: (rows, K / group)
     "out": POINTER,
@@ -72,7 +73,7 @@ class PackedForm:
     """How values are stored. kind: a key of _PACKED_BITS. rounded: inputs that are rounded with one scale, 0 if they
     stay floats. is_group: whether they are all inputs whose weights share a scale. scales: the number format of scales
     and shifts. offset: as in BlockWeight. has_pairs: of bfloat16, whether two adjacent inputs are a word, as
-    `matrix_tiles` reads them.
+    `matrix_tiles` reads them. in_super: groups that share a factor, 0 without factors.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class PackedForm:
     has_shifts: bool = False
     has_bias: bool = False
     has_pairs: bool = False
+    in_super: int = 0
 
     @property
     def x_bytes(self) -> int:
@@ -127,9 +129,17 @@ def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
 
 def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The scales and shifts of a group of each output. place: of their first."""
-    pointers = [code.at(own[name], place, STORED[form.scales]) for name in ("scales", "shifts")[: 1 + form.has_shifts]]
-    scales, *shifts = (code.floats(pointer, form.scales, LANES) for pointer in pointers)
-    return scales, shifts[0] if shifts else ZERO
+    found = []
+    for index, name in enumerate(("scales", "shifts")[: 1 + form.has_shifts]):
+        values = code.floats(code.at(own[name], place, STORED[form.scales]), form.scales, LANES)
+        if form.in_super:
+            first = code.add(
+                code.mul(code.udiv(place, INT(LANES * form.in_super)), INT(1 + form.has_shifts)), INT(index)
+            )
+            factors = code.at(own["factors"], code.mul(first, INT(LANES)))
+            values = code.fmul(values, code.floats(factors, "float32", LANES))
+        found.append(values)
+    return found[0], found[1] if form.has_shifts else ZERO
 
 
 def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
@@ -280,10 +290,12 @@ def of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
     values = code.mul(block, block_bytes(code, form, given))
     kind = STORED[form.scales]
+    factors = code.mul(code.udiv(place, INT(form.in_super or 1)), INT(1 + form.has_shifts))
     return given | {
         "values": code.at(given["values"], values, BYTE),
         "scales": code.at(given["scales"], place, kind),
         "shifts": code.at(given["shifts"], place, kind),
+        "factors": code.at(given["factors"], factors),
         "bias": code.at(given["bias"], outputs),
         "out": code.at(given["out"], outputs),
     }

@@ -41,6 +41,8 @@ class BlockWeight:
 
     values: (N, K), uint8 or int8, each within `bits` bits. scales: (N, K / group), float32, float16 or bfloat16.
     shifts: like the scales, or None if they are all zero. offset: a small negative integer or 0.
+    factors: if scales and shifts are uint8 or int8, what they are multiplied with, float32. Some adjacent groups share
+    a factor of their scales and one of their shifts, if there are any: (N, 1 or 2 for each of these super-groups).
     """
 
     values: Tensor
@@ -49,6 +51,7 @@ class BlockWeight:
     group: int
     bits: int
     offset: int = 0
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -57,17 +60,27 @@ class BlockWeight:
 
     def dense(self) -> Tensor:
         """Return the weight as float32 (N, K): one rounding for the product and one for the sum."""
-        scales = self.scales.float()[:, :, None]
+        scales, shifts = self.of_groups()
         # Converted first, because PyTorch multiplies integers by floats slowly.
         grouped = self.values.float().unflatten(1, (-1, self.group)).mul_(scales)
-        if self.shifts is not None or self.offset:
-            grouped += self.offset * scales + (0.0 if self.shifts is None else self.shifts.float()[:, :, None])
+        if shifts is not None or self.offset:
+            grouped += self.offset * scales + (0.0 if shifts is None else shifts)
         dense: Tensor = grouped.flatten(1)
         return dense
 
+    def of_groups(self) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and shifts (N, K / group, 1) as float32."""
+        found = [part.float() for part in (self.scales, self.shifts) if part is not None]
+        if self.factors is not None:
+            for place, part in enumerate(found):
+                factors = self.factors[:, place :: len(found)]
+                part.unflatten(1, (factors.shape[1], -1)).mul_(factors[:, :, None])
+        scales, *shifts = (part[:, :, None] for part in found)
+        return scales, shifts[0] if shifts else None
+
     def map(self, function: Callable[..., Tensor], *others: "BlockWeight") -> "BlockWeight":
         """Return the weight whose tensors are function(tensor, those of the others)."""
-        names = ("values", "scales", *(() if self.shifts is None else ("shifts",)))
+        names = [name for name in ("values", "scales", "shifts", "factors") if getattr(self, name) is not None]
         parts: Any = {name: function(*(getattr(own, name) for own in (self, *others))) for name in names}
         return replace(self, **parts)
 
@@ -83,7 +96,7 @@ def have_one_form(weights: Sequence[Tensor | BlockWeight]) -> bool:
         if isinstance(weight, Tensor):
             return weight.dtype
         dtypes = weight.values.dtype, weight.scales.dtype
-        return weight.group, weight.bits, weight.offset, dtypes, weight.shifts is None
+        return weight.group, weight.bits, weight.offset, dtypes, weight.shifts is None, weight.factors is None
 
     return len({*map(form, weights)}) == 1
 

@@ -268,27 +268,31 @@ def _q8_0(blocks: Tensor) -> BlockWeight:
 
 
 def _q4_k(blocks: Tensor) -> BlockWeight:
-    return BlockWeight(_fields(blocks[:, 16:], 32, 4).flatten(1), *_k_scales(blocks), 32, bits=4)
+    scales, minimums, factors = _k_scales(blocks)
+    return BlockWeight(_fields(blocks[:, 16:], 32, 4).flatten(1), scales, minimums, 32, bits=4, factors=factors)
 
 
 def _q5_k(blocks: Tensor) -> BlockWeight:
     low, high = _fields(blocks[:, 48:], 32, 4), _fields(blocks[:, 16:48], 32, 1)
-    return BlockWeight((low | high << 4).flatten(1), *_k_scales(blocks), 32, bits=5)
+    scales, minimums, factors = _k_scales(blocks)
+    return BlockWeight((low | high << 4).flatten(1), scales, minimums, 32, bits=5, factors=factors)
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minimums (B, 8) of Q4_K and Q5_K blocks: 6 bits each in 12 bytes, times two float16 numbers."""
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales and minimums (B, 8) of Q4_K and Q5_K blocks, 6 bits each in 12 bytes, and the two float16 numbers
+    (B, 2) that they are multiplied with.
+    """
     first, second, both = blocks[:, 4:16].contiguous().view(torch.int32).split(1, dim=1)  # of four scales each
     low, six, top = 0x0F0F0F0F, 0x3F3F3F3F, 0x30303030  # bits of each byte
     scales = torch.cat([first & six, both & low | first >> 2 & top], dim=1).view(torch.uint8)
     minimums = torch.cat([second & six, both >> 4 & low | second >> 2 & top], dim=1).view(torch.uint8)
-    return _halves(blocks, 0).float() * scales, -_halves(blocks, 2).float() * minimums
+    return scales, minimums, torch.cat([_halves(blocks, 0), -_halves(blocks, 2)], dim=1).float()
 
 
 def _q6_k(blocks: Tensor) -> BlockWeight:
     low, high = _fields(blocks[:, :128], 64, 4).reshape(-1, 8, 32), _fields(blocks[:, 128:192], 32, 2)
-    scales = _halves(blocks, 208).float() * blocks[:, 192:208].contiguous().view(torch.int8)
-    return BlockWeight(((low | high << 4).view(torch.int8) - 32).flatten(1), scales, None, 16, bits=6)
+    values, scales = (low | high << 4).view(torch.int8) - 32, blocks[:, 192:208].contiguous().view(torch.int8)
+    return BlockWeight(values.flatten(1), scales, None, 16, bits=6, factors=_halves(blocks, 208).float())
 
 
 class _Type(NamedTuple):
@@ -306,9 +310,9 @@ UNPACKERS = {
     "Q4_0": _Type(_q4_0, 18, (0,), 0.5625),
     "Q4_1": _Type(_q4_1, 20, (0, 2), 0.625),
     "Q8_0": _Type(_q8_0, 34, (0,), 1.0625),
-    "Q4_K": _Type(_q4_k, 144, (0, 2), 0.75),
-    "Q5_K": _Type(_q5_k, 176, (0, 2), 1.25),
-    "Q6_K": _Type(_q6_k, 210, (208,), 1.25),
+    "Q4_K": _Type(_q4_k, 144, (0, 2), 0.59375),
+    "Q5_K": _Type(_q5_k, 176, (0, 2), 1.09375),
+    "Q6_K": _Type(_q6_k, 210, (208,), 1.078125),
 }
 
 

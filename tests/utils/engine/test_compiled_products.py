@@ -49,6 +49,19 @@ def _halves(bits: int, *, shifts: bool, offset: int = 0) -> Callable[[int, int],
     return blocks(kind, bits, 32, shifts=shifts, scale_type=torch.float16, offset=offset)
 
 
+def _supers(bits: int, group: int, *, shifts: bool) -> Callable[[int, int], BlockWeight]:
+    """As in K-quants: scales are small integers, times a factor for each 256 inputs."""
+    kind, low = (torch.uint8, 0) if shifts else (torch.int8, -128)
+
+    def make(outputs: int, inputs: int) -> BlockWeight:
+        block = blocks(kind, bits, group, shifts=shifts)(outputs, inputs)
+        integers = [torch.randint(low, low + 256, block.scales.shape).to(kind) for _ in range(2)]
+        factors = torch.randn(outputs, (1 + shifts) * inputs // 256)
+        return replace(block, scales=integers[0], shifts=integers[1] if shifts else None, factors=factors)
+
+    return make
+
+
 # name: what makes a weight (N, K), N, K, the form in the kernel, bytes of a value
 FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "float32": (torch.randn, 67, 129, "float32", 4),
@@ -68,6 +81,8 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "4 bits as in Q4_0": (_halves(4, shifts=False, offset=-8), 48, 96, "uint4", 0.5),
     "5 bits as in Q5_1": (_halves(5, shifts=True), 33, 64, "uint8", 1),
     "8 bits as in Q8_0": (_halves(8, shifts=False), 40, 96, "int8", 1),
+    "4 bits as in Q4_K": (_supers(4, 32, shifts=True), 40, 512, "uint4", 0.5),
+    "6 bits as in Q6_K": (_supers(6, 16, shifts=False), 20, 768, "int8", 1),
     "4 bits as int4 rounds": (lambda *shape: round_int4(torch.randn(shape)), 50, 128, "uint4", 0.5),
     "4 bits, an odd group": (blocks(torch.uint8, 4, 5, shifts=False), 20, 35, "float32", 4),
 }
@@ -89,9 +104,9 @@ def exact_product(weight: Tensor | BlockWeight, bias: Tensor | None, x: Tensor) 
     parts = [weight.double()] if isinstance(weight, Tensor) else []
     if isinstance(weight, BlockWeight):
         spread = (weight.values.double().unflatten(1, (-1, weight.group)), torch.ones(weight.group).double())
-        shifts = weight.offset * weight.scales.double() + (0 if weight.shifts is None else weight.shifts.double())
-        factors = (weight.scales, shifts)
-        parts = [(part * own.double()[:, :, None]).flatten(1) for part, own in zip(spread, factors, strict=True)]
+        scales, moved = (None if part is None else part.double() for part in weight.of_groups())
+        factors = (scales, weight.offset * scales + (0 if moved is None else moved))
+        parts = [(part * own).flatten(1) for part, own in zip(spread, factors, strict=True)]
     bias = torch.zeros(len(parts[0])) if bias is None else bias
     sizes = sum(x.double().abs() @ part.abs().T for part in parts) + bias.double().abs()
     return x.double() @ sum(parts).T + bias.double(), sizes  # type: ignore[union-attr]
@@ -108,7 +123,8 @@ CHOSEN = (
         "int8, an odd number",
         "int8 in groups of 16",
     ),
-    *("uint8 in groups of 16", "4 bits, shifts", "4 bits as in Q4_0", "5 bits as in Q5_1", "4 bits, an odd group"),
+    *("uint8 in groups of 16", "4 bits, shifts", "4 bits as in Q4_0", "4 bits as in Q4_K", "5 bits as in Q5_1"),
+    *("6 bits as in Q6_K", "4 bits, an odd group"),
 )
 
 
@@ -223,6 +239,7 @@ TILED = {  # form: N and K, whether steps are left after the batches, and the fe
     "uint8 in groups of 32": (17, 96),
     "4 bits, shifts": (100, 320),
     "4 bits as in Q4_0": (48, 96),
+    "4 bits as in Q4_K": (40, 512),
     "5 bits as in Q5_1": (33, 256),
 }
 
