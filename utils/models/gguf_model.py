@@ -14,6 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -54,7 +55,7 @@ from utils.models.sources import Source
 from utils.text import byte_size
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
-UNPACKED_BYTES = 1 << 20  # of a file that are unpacked at once, so that they stay in the processor's cache
+UNPACKED_BYTES = 1 << 21  # of a file that are unpacked at once, so that they stay in the processor's cache
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are number formats
 
 
@@ -224,13 +225,16 @@ def unpacked(kind: str, data: np.ndarray) -> BlockWeight:
     """Return the weight of a tensor. `kind` is a name in UNPACKERS. `data` is (N, bytes of a row), uint8."""
     form = UNPACKERS[kind]
     some = max(1, UNPACKED_BYTES // max(1, data.shape[1]))
-    whole = None
-    for start in range(0, len(data), some):
-        piece = _unpacked_rows(form, data[start : start + some])
-        whole = whole or piece.map(lambda part: part.new_empty(len(data), part.shape[1]))
+    first = _unpacked_rows(form, data[:1])  # no tensor of a file is empty
+    whole = first.map(lambda part: part.new_empty(len(data), part.shape[1]))
+
+    def unpack(start: int) -> None:
+        own = slice(start, start + some)
         # Copied while it is in the processor's cache.
-        whole.map(lambda out, part, own=slice(start, start + some): out[own].copy_(part), piece)
-    assert whole is not None  # no tensor of a file is empty
+        whole.map(lambda out, part: out[own].copy_(part), _unpacked_rows(form, data[own]))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(unpack, range(0, len(data), some)))
     return whole
 
 
