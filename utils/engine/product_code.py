@@ -172,9 +172,9 @@ class _Tile:
         self._given = dict(zip(_TILE_ARGUMENTS, arguments, strict=True))
         places = [self._code.smaller(INT(block), self._given["last"]) for block in range(blocks)]
         self._blocks = [of_block(self._code, form, self._given, place) for place in places]
-        self._block_bytes = block_bytes(self._code, form, self._given)
+        self._block_bytes = _block_bytes(self._code, form, self._given)
         self._inputs = self._of_rows("x", _x_bytes(self._code, form, self._given["length"]))
-        self._steps = self._of_rows("steps", step_bytes(self._code, form, self._given["length"]))
+        self._steps = self._of_rows("steps", _step_bytes(self._code, form, self._given["length"]))
         self._zeros = [ZERO] * (rows * blocks)
         self._at_once = form.in_word
 
@@ -271,7 +271,7 @@ class _Tile:
         return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
 
 
-def block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir.Value:
+def _block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir.Value:
     return code.mul(given["length"], INT(form.block_bytes))
 
 
@@ -280,7 +280,7 @@ def _x_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
     return code.mul(inputs, INT(form.x_bytes))
 
 
-def step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
+def _step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
     """Bytes of the scales and starts of so many rounded inputs."""
     return code.udiv(code.mul(inputs, INT(8)), INT(form.rounded or 8))
 
@@ -288,7 +288,7 @@ def step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
 def of_block(code: Code, form: PackedForm, given: dict[str, ir.Value], block: ir.Value) -> dict[str, ir.Value]:
     """The arguments of a block. The first block is that of the given ones."""
     place, outputs = code.mul(code.mul(block, given["groups"]), INT(LANES)), code.mul(block, INT(LANES))
-    values = code.mul(block, block_bytes(code, form, given))
+    values = code.mul(block, _block_bytes(code, form, given))
     kind = STORED[form.scales]
     factors = code.mul(code.udiv(place, INT(form.in_super or 1)), INT(1 + form.has_shifts))
     return given | {
@@ -327,7 +327,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
     size = own["tile_rows"]
     count_of_tiles = code.udiv(code.add(own["rows"], code.sub(size, INT(1))), size)
     # While blocks are computed, the next ones are brought from memory: by each tile of rows a part.
-    block = block_bytes(code, form, own)
+    block = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
     near = code.smaller(block, INT(shape.ahead))
@@ -341,7 +341,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
             "ahead": code.at(next_block, code.mul(index, code.lshr(block, share)), BYTE),
             "share": share,
             "x": code.at(own["x"], _x_bytes(code, form, before), BYTE),
-            "steps": code.at(own["steps"], step_bytes(code, form, before), BYTE),
+            "steps": code.at(own["steps"], _step_bytes(code, form, before), BYTE),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
             "out": code.at(own["out"], code.mul(first, own["out_stride"])),
         }
@@ -371,7 +371,7 @@ def _store_pairs(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded
     first = code.mul(own["row"], own["length"])
     halves = code.trunc(rounded, ir.VectorType(_HALF, form.rounded))
     code.store(halves, code.at(own["x"], code.add(first, own["start"]), _HALF), align=4)
-    return code.at(own["steps"], step_bytes(code, form, code.add(first, own["start"])), BYTE)
+    return code.at(own["steps"], _step_bytes(code, form, code.add(first, own["start"])), BYTE)
 
 
 Store = Callable[[Code, PackedForm, dict[str, ir.Value], ir.Value], ir.Value]
