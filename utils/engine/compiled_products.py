@@ -22,14 +22,7 @@ from utils.engine.machine_code import (
     job_list,
     words,
 )
-from utils.engine.matrix_tiles import (
-    STEP,
-    has_tiles,
-    matrix_tile,
-    prepared_sizes,
-    tile_functions,
-    uses_tiles,
-)
+from utils.engine.matrix_tiles import STEP, has_tiles, matrix_tile, prepared_sizes, tile_functions, uses_tiles
 from utils.engine.product_code import (
     ARGUMENTS,
     IN_WORD,
@@ -132,16 +125,16 @@ class CompiledKernel:
         scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
         has_shifts, has_bias = self._shifts is not None, bias is not None
         has_pairs = kind == "bfloat16" and self.inputs % STEP == 0 and has_tiles()
+        self._group, self._groups = group, self.inputs // group
         supers = 0 if self._factors is None else self._factors.shape[1] // (1 + has_shifts)
         self.form = PackedForm(
             *(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias, has_pairs),
-            in_super=self.inputs // group // supers if supers else 0,
+            in_super=self._groups // supers if supers else 0,
         )
         values = [part.contiguous().view(torch.int32) for part in values] if has_pairs else values
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
         self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
-        self._group = group
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -179,10 +172,9 @@ class CompiledKernel:
         return sum(self._prepared(rows))
 
     def _prepared(self, rows: int) -> list[int]:
-        groups = self.inputs // self._group
-        if uses_tiles(self.form, rows, groups):
-            return prepared_sizes(self.form, self.inputs, rows, groups)
-        return self.form.prepared(rows * self.inputs, rows * groups)
+        if uses_tiles(self.form, rows, self._groups):
+            return prepared_sizes(self.form, self.inputs, rows, self._groups)
+        return self.form.prepared(rows * self.inputs, rows * self._groups)
 
     def _scratch_parts(self, x: Tensor, scratch: Tensor, rows: int) -> dict[str, Tensor]:
         """What is in scratch memory, and where prepared inputs are, which may be x itself."""
@@ -194,7 +186,7 @@ class CompiledKernel:
         """The jobs of a product of x (rows, K), contiguous, to the first `width` columns of out, whose rows are
         `stride` values apart. All tensors must live as long as the jobs.
         """
-        blocks, tiled = self.width // LANES, uses_tiles(self.form, rows, self.inputs // self._group)
+        blocks, tiled = self.width // LANES, uses_tiles(self.form, rows, self._groups)
         tile_rows, tile_blocks = matrix_tile(self.form, rows) if tiled else tile_of(self.form, rows, blocks)
         block, prepare = (tile_functions if tiled else product_functions)(self.form)
         span = -(-blocks // (ITEMS * tile_blocks)) * tile_blocks
@@ -211,7 +203,7 @@ class CompiledKernel:
             out_stride=stride,
             length=self.inputs,
             group=self._group,
-            groups=self.inputs // self._group,
+            groups=self._groups,
             blocks=blocks,
             rows=rows,
             span=span,

@@ -38,7 +38,7 @@ from utils.engine.invariant import InvariantEngine
 from utils.engine.layer_engine import NO_PROMISE, Extent, PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.stored_results import ResultFile, StoredResult, result_key
 from utils.engine.trials import FAILED, PLAIN, Meter, Trials, failed_figures, reason_of
-from utils.engine.weight_format import EngineWeights, memory_problem, smaller_form, weight_format
+from utils.engine.weight_format import NOT_POSSIBLE, EngineWeights, memory_problem, smaller_form, weight_format
 from utils.errors import UserError
 from utils.freed_memory import available_memory, release_memory
 
@@ -124,7 +124,7 @@ class Engine:
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
             reason = joined_problems({name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN})
-            raise UserError(f"{self.format} engine weights are not possible: {reason}. Omit --engine-weights.")
+            raise UserError(NOT_POSSIBLE.format(self.format, reason))
 
     @property
     def names(self) -> list[str]:

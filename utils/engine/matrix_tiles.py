@@ -1,7 +1,8 @@
 """Products by the matrix instructions of Intel processors (AMX).
 
 One instruction multiplies a tile of inputs with a tile of weights and adds the product to a tile of sums; each tile
-has up to 16 rows of 64 bytes. So passes of up to 16 rows take little more time than the weights need to be read.
+has up to 16 rows of 64 bytes. So passes of up to 16 rows take little more time than single rows, except with values of
+4 bits, which are unpacked into memory first.
 
 - Inputs for small integers, which are rounded to 16 bits, are split into their two bytes. All sums of integers are
   exact, so the bits are those of `product_code`.

@@ -14,6 +14,7 @@ from utils.engine.stored_weights import RowsOf, TableRows, data, origin_of, sour
 from utils.engine.weight_blocks import INT4_GROUP, BlockWeight, round_int4, round_int8
 from utils.text import byte_size
 
+NOT_POSSIBLE = "{} engine weights are not possible: {}. Omit --engine-weights."
 TRIED_ROWS = 64  # of a weight that may be on a grid of 4 bits
 
 

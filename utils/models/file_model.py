@@ -21,6 +21,7 @@ from utils.decode.generation_rules import GenerationRules
 from utils.engine.invariant import packing_problem
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import RowTable, TableRows, fill_before_forward, placeholder, with_placeholder
+from utils.engine.weight_format import NOT_POSSIBLE
 from utils.errors import UserError
 from utils.files import file_state, has_changed
 from utils.models.memory import Placement, plan_memory
@@ -34,7 +35,6 @@ from utils.models.sources import (
 )
 from utils.text import Count, byte_size
 
-NO_ENGINE = "{} engine weights are not possible for '{}': {}. Omit --engine-weights."
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -85,7 +85,9 @@ def load_from_files(
     model = empty_model(config, dtype)
     if isinstance(read_decoder(model), str) and (problem := packing_problem(model)):
         if where.engine_weights != "float32":
-            raise UserError(NO_ENGINE.format(where.engine_weights, source.name, problem))
+            raise UserError(
+                NOT_POSSIBLE.format(where.engine_weights, f"invariant does not support {source.name} ({problem})")
+            )
         return None
     folder = downloaded_folder(source)
     if not (tensors := _tensors(folder, model, dtype)):

@@ -10,9 +10,9 @@ from typing import Any
 import llvmlite.binding as llvm
 import pytest
 import torch
+from emulated_tiles import use_tiles
 from torch import Tensor
 
-from tests.utils.engine.emulated_tiles import use_tiles
 from utils.decode.engine_forward import MAX_WIDTH
 from utils.engine import compiled_products, machine_code, matrix_tiles, product_code
 from utils.engine.compiled_products import CompiledKernel
@@ -233,7 +233,7 @@ def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
     assert torch.equal(found, expected) and bool(((found - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
-TILED = {  # form: N and K, whether steps are left after the batches, and the fewest rows
+TILED = {  # form: N and K, with and without steps that are left after the batches
     "int8, a scale per row": (50, 128),
     "int8 in groups of 32": (40, 160),
     "uint8 in groups of 32": (17, 96),
