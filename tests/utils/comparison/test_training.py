@@ -19,6 +19,7 @@ from utils.comparison import training
 from utils.comparison.training import PROGRAM, Training
 from utils.errors import UserError
 from utils.prompts.prompt_files import Prompt
+from utils.servers.processes import local_servers
 from utils.servers.processes.guard import GRACE
 
 SESSION = """
@@ -26,13 +27,26 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}]
 from utils.comparison import training
+from utils.servers.processes import local_servers
 training.PROGRAM = {program!r}
+local_servers.GUARD = Path({guard!r})
 begun = training.Training(Path({home!r}), [], [], {{}})
 pause = begun.paused()  # a name, because Python would end an unreferenced pause
 if {paused}:
     pause.__enter__()
 print("ready", flush=True)
 sys.stdin.readline()
+"""
+
+
+# Half a second passes between the copy of the guard and the program that takes its place.
+SLOW_GUARD = """
+import sys, time
+sys.path[:0] = [{root!r}]
+from utils.servers.processes import guard
+prctl = guard._prctl
+guard._prctl = lambda *arguments: (time.sleep(0.5), prctl(*arguments))
+sys.exit(guard.main())
 """
 
 
@@ -104,10 +118,15 @@ def test_a_training_that_is_ended_leaves_nothing_behind(tmp_path: Path, paused: 
 
 
 @pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("guard", ["usual", "slow"])  # slow: the pause comes while the program takes its place
 @pytest.mark.parametrize("ending", ["exit", "SIGTERM", "SIGKILL"])
-def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, ending: str, paused: bool) -> None:
-    home = tmp_path / "home"
-    code = SESSION.format(root=str(ROOT), program=fake_program(tmp_path, "forever"), home=str(home), paused=paused)
+def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path, ending: str, guard: str, paused: bool) -> None:
+    home, script = tmp_path / "home", local_servers.GUARD
+    if guard == "slow":
+        script = tmp_path / "slow_guard.py"
+        script.write_text(SLOW_GUARD.format(root=str(ROOT)))
+    program = fake_program(tmp_path, "forever")
+    code = SESSION.format(root=str(ROOT), program=program, home=str(home), guard=str(script), paused=paused)
     session = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert session.stdin is not None and session.stdout is not None and session.stdout.readline() == "ready\n"
     processes = set(psutil.Process(session.pid).children(recursive=True))

@@ -94,8 +94,11 @@ class GuardedProcess:
                 process.send_signal(number)
 
     def wait_for_program(self) -> None:
-        """Wait until the guard has started the program, so that signals reach it."""
-        while self.is_running and not self._begun():
+        """Wait until the guard has started the program, so that signals reach it.
+
+        Before, its process is a copy of the guard. The guard waits for it, and SIGSTOP would stop both.
+        """
+        while self.is_running and not any(_command(process) not in ([], self._guard.args) for process in self._begun()):
             time.sleep(SOON)
 
     def _begun(self) -> list[psutil.Process]:
@@ -192,6 +195,13 @@ def start_server(name: str, launch: Launch, is_ready: Callable[[str], bool]) -> 
         server.stop()
         raise
     return server
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Its command line. It is empty while a program takes its place, and once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []
 
 
 def _with_files(launch: Launch) -> Launch:
