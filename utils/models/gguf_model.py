@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGUFReader, dequantize
+from gguf.quants import IQ4_NL
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -267,8 +268,35 @@ def _q4_1(blocks: Tensor) -> BlockWeight:
     return BlockWeight(_fields(blocks[:, 4:], 16, 4).flatten(1), _halves(blocks, 0), _halves(blocks, 2), 32, bits=4)
 
 
+def _q5_0(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_five_bits(blocks[:, 2:]).view(torch.int8) - 16, _halves(blocks, 0), None, 32, bits=5)
+
+
+def _q5_1(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_five_bits(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2), 32, bits=5)
+
+
+def _five_bits(data: Tensor) -> Tensor:
+    """Return the values (B, 32) of four bytes with their highest bits and 16 with the others."""
+    high = _fields(data[:, :4], 4, 1).transpose(1, 2)  # the eight bits of a byte belong to adjacent values
+    return _fields(data[:, 4:], 16, 4).flatten(1) | high.flatten(1) << 4
+
+
 def _q8_0(blocks: Tensor) -> BlockWeight:
     return BlockWeight(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0), None, 32, bits=8)
+
+
+def _q2_k(blocks: Tensor) -> BlockWeight:
+    factors = torch.cat([_halves(blocks, 80), -_halves(blocks, 82)], dim=1).float()
+    scales, minimums = _fields(blocks[:, :16], 16, 4).unbind(1)
+    return BlockWeight(_fields(blocks[:, 16:80], 32, 2).flatten(1), scales, minimums, 16, bits=2, factors=factors)
+
+
+def _q3_k(blocks: Tensor) -> BlockWeight:
+    values = _fields(blocks[:, 32:96], 32, 2) | _fields(blocks[:, :32], 32, 1) << 2
+    low, high = _fields(blocks[:, 96:104], 8, 4), _fields(blocks[:, 104:108], 4, 2)
+    scales = (low.flatten(1) | high.flatten(1) << 4).view(torch.int8) - 32
+    return BlockWeight(values.flatten(1), scales, None, 16, bits=3, offset=-4, factors=_halves(blocks, 108).float())
 
 
 def _q4_k(blocks: Tensor) -> BlockWeight:
@@ -299,6 +327,24 @@ def _q6_k(blocks: Tensor) -> BlockWeight:
     return BlockWeight(values.flatten(1), scales, None, 16, bits=6, factors=_halves(blocks, 208).float())
 
 
+def _iq4_nl(blocks: Tensor) -> BlockWeight:
+    return BlockWeight(_from_table(blocks[:, 2:]), _halves(blocks, 0), None, 32, bits=8)
+
+
+def _iq4_xs(blocks: Tensor) -> BlockWeight:
+    low, high = (  # of the scales of adjacent groups
+        torch.stack([data >> shift & lowest for shift in shifts], dim=2).flatten(1)
+        for data, shifts, lowest in ((blocks[:, 4:8], (0, 4), 15), (blocks[:, 2:4], (0, 2, 4, 6), 3))
+    )
+    scales = (low | high << 4).view(torch.int8) - 32
+    return BlockWeight(_from_table(blocks[:, 8:]), scales, None, 32, bits=8, factors=_halves(blocks, 0).float())
+
+
+def _from_table(data: Tensor) -> Tensor:
+    """Return the values of fields of 4 bits, which are places in the table of IQ4_NL and IQ4_XS."""
+    return torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)[_fields(data, 16, 4).flatten(1).int()]
+
+
 class _Type(NamedTuple):
     """A type of tensors. unpack: its blocks (B, size) as weights (B, weights of a block). size: bytes of a block in the
     file. halves: where its float16 numbers begin. held: bytes for each weight in an engine.
@@ -313,10 +359,16 @@ class _Type(NamedTuple):
 UNPACKERS = {
     "Q4_0": _Type(_q4_0, 18, (0,), 0.5625),
     "Q4_1": _Type(_q4_1, 20, (0, 2), 0.625),
+    "Q5_0": _Type(_q5_0, 22, (0,), 1.0625),
+    "Q5_1": _Type(_q5_1, 24, (0, 2), 1.125),
     "Q8_0": _Type(_q8_0, 34, (0,), 1.0625),
+    "Q2_K": _Type(_q2_k, 84, (80, 82), 0.65625),
+    "Q3_K": _Type(_q3_k, 110, (108,), 0.578125),
     "Q4_K": _Type(_q4_k, 144, (0, 2), 0.59375),
     "Q5_K": _Type(_q5_k, 176, (0, 2), 1.09375),
     "Q6_K": _Type(_q6_k, 210, (208,), 1.078125),
+    "IQ4_NL": _Type(_iq4_nl, 18, (0,), 1.0625),
+    "IQ4_XS": _Type(_iq4_xs, 136, (0,), 1.046875),
 }
 
 

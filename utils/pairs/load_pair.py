@@ -33,7 +33,7 @@ from utils.models.checkpoints import load_model, load_tokenizer, optional_tokeni
 from utils.models.embedded import EMBEDDED_HEAD, MODEL_NAME, embedded_gguf
 from utils.models.feature_drafter import FeatureDrafter
 from utils.models.file_model import model_files
-from utils.models.gguf_model import UNPACKERS, GgufBlocks, load_in_blocks, shared_reader
+from utils.models.gguf_model import GgufBlocks, load_in_blocks, shared_reader
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, choose_device, choose_dtype
 from utils.models.quantization import check_quantization, stored_quantization
@@ -144,7 +144,7 @@ def _load_target(source: Source, request: PairRequest, where: Placement) -> Load
             weights = EngineWeights("gguf", blocks or GgufBlocks(Path(source.location, str(source.gguf)), model))
             if not weights.blocks:
                 raise UserError(
-                    f"'{source.name}' has no weights in {', '.join(UNPACKERS)}, which --engine-weights gguf needs: use "
+                    f"'{source.name}' has no weights in a type such as Q4_0 or Q4_K, which --engine-weights gguf needs: use "
                     "--engine-weights int4 or int8."
                 )
     return LoadedTarget(source.name, model, tokenizer, stored_quantization(model.config) or request.quantize, weights)

@@ -49,12 +49,13 @@ def _halves(bits: int, *, shifts: bool, offset: int = 0) -> Callable[[int, int],
     return blocks(kind, bits, 32, shifts=shifts, scale_type=torch.float16, offset=offset)
 
 
-def _supers(bits: int, group: int, *, shifts: bool) -> Callable[[int, int], BlockWeight]:
+def _supers(bits: int, group: int, *, shifts: bool, offset: int = 0) -> Callable[[int, int], BlockWeight]:
     """As in K-quants: scales are small integers, times a factor for each 256 inputs."""
     kind, low = (torch.uint8, 0) if shifts else (torch.int8, -128)
+    of_values = torch.uint8 if shifts or offset else torch.int8
 
     def make(outputs: int, inputs: int) -> BlockWeight:
-        block = blocks(kind, bits, group, shifts=shifts)(outputs, inputs)
+        block = blocks(of_values, bits, group, shifts=shifts, offset=offset)(outputs, inputs)
         integers = [torch.randint(low, low + 256, block.scales.shape).to(kind) for _ in range(2)]
         factors = torch.randn(outputs, (1 + shifts) * inputs // 256)
         return replace(block, scales=integers[0], shifts=integers[1] if shifts else None, factors=factors)
@@ -81,6 +82,8 @@ FORMS: dict[str, tuple[Callable[[int, int], Any], int, int, str, float]] = {
     "4 bits as in Q4_0": (_halves(4, shifts=False, offset=-8), 48, 96, "uint4", 0.5),
     "5 bits as in Q5_1": (_halves(5, shifts=True), 33, 64, "uint8", 1),
     "8 bits as in Q8_0": (_halves(8, shifts=False), 40, 96, "int8", 1),
+    "2 bits as in Q2_K": (_supers(2, 16, shifts=True), 40, 512, "uint4", 0.5),
+    "3 bits as in Q3_K": (_supers(3, 16, shifts=False, offset=-4), 20, 768, "uint4", 0.5),
     "4 bits as in Q4_K": (_supers(4, 32, shifts=True), 40, 512, "uint4", 0.5),
     "6 bits as in Q6_K": (_supers(6, 16, shifts=False), 20, 768, "int8", 1),
     "4 bits as int4 rounds": (lambda *shape: round_int4(torch.randn(shape)), 50, 128, "uint4", 0.5),
@@ -124,7 +127,7 @@ CHOSEN = (
         "int8 in groups of 16",
     ),
     *("uint8 in groups of 16", "4 bits, shifts", "4 bits as in Q4_0", "4 bits as in Q4_K", "5 bits as in Q5_1"),
-    *("6 bits as in Q6_K", "4 bits, an odd group"),
+    *("3 bits as in Q3_K", "6 bits as in Q6_K", "4 bits, an odd group"),
 )
 
 

@@ -15,7 +15,7 @@ from utils.models.gguf_model import UNPACKERS, BlockIndex, GgufBlocks, Stored, s
 from utils.models.memory import Placement
 from utils.models.sources import locate
 
-GROUPS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
+GROUPS = {kind: 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32 for kind in UNPACKERS}
 
 
 @pytest.mark.parametrize(("at_once", "wide"), [(1, 1), (1, 3), (1000, 3), (1 << 24, 3)])
