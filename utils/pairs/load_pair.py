@@ -144,8 +144,8 @@ def _load_target(source: Source, request: PairRequest, where: Placement) -> Load
             weights = EngineWeights("gguf", blocks or GgufBlocks(Path(source.location, str(source.gguf)), model))
             if not weights.blocks:
                 raise UserError(
-                    f"'{source.name}' has no weights in a type such as Q4_0 or Q4_K that --engine-weights gguf needs: "
-                    "use --engine-weights int4 or int8."
+                    f"--engine-weights gguf needs blocks such as Q4_0 or Q4_K, and '{source.name}' has none: use "
+                    "--engine-weights int4 or int8."
                 )
     return LoadedTarget(source.name, model, tokenizer, stored_quantization(model.config) or request.quantize, weights)
 

@@ -79,7 +79,7 @@ def test_formats_that_no_engine_computes_are_refused(shelf: Path, file: Path, tm
     for name in ("bfloat16", "int8", "int4"):
         assert "--dtype" in refusal(shelf / "target", engine_weights=name, dtype="bfloat16")
     plain = write_gguf(tmp_path / "plain.gguf", tiny_llama(vocab_size=300), tiny_tokenizer(), parts=())
-    assert "Q4_1" in refusal(plain, engine_weights="gguf")
+    assert "Q4_K" in refusal(plain, engine_weights="gguf")
 
 
 def test_weights_that_are_rounded_are_noted(file: Path) -> None:
