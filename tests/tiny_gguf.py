@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def write_gguf(
@@ -21,6 +23,7 @@ def write_gguf(
     """
     writer = gguf.GGUFWriter(path, "llama")
     add_sizes(writer, model.config)
+    add_rotary(writer, model.config)
     add_tokens(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
@@ -48,8 +51,31 @@ def add_sizes(writer: Any, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+
+
+def add_rotary(writer: Any, config: Any) -> None:
+    """Write scaled rotary positions as llama.cpp's converter does."""
+    keys = config.rope_parameters
+    if (kind := keys["rope_type"]) in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(keys["factor"])
+    if "beta_fast" in keys:
+        writer.add_rope_scaling_yarn_beta_fast(keys["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(keys["beta_slow"])
+    if "original_max_position_embeddings" in keys and kind != "llama3":
+        writer.add_rope_scaling_orig_ctx_len(keys["original_max_position_embeddings"])
+    if kind == "longrope":
+        writer.add_rope_scaling_attn_factors(keys["attention_factor"])
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(keys[f"{name}_factor"], dtype=np.float32))
+    if kind == "llama3":
+        plain, scaled = (
+            ROPE_INIT_FUNCTIONS[kind](config.__class__(**config.to_dict() | {"rope_parameters": own}), "cpu")[0]
+            for own in (keys | {"factor": 1.0}, keys)
+        )
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
 
 
 def add_tokens(writer: Any, tokenizer: Any, merges: Sequence[str] = ()) -> None:

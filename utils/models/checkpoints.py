@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -35,6 +34,7 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.file_model import check_tensor, load_from_files
+from utils.models.gguf_config import read_config
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import Placement, free_bytes, plan_memory
 from utils.models.quantization import check_not_quantized, dequantized_model, quantization_arguments, quantize_loaded
@@ -51,7 +51,7 @@ def load_model(source: Source, kind: str, where: Placement, *, reads_rest: bool 
     """
     plan_memory(source, kind, where, in_files=True)  # before anything is downloaded: the least that it can need
     with explained_errors(source.name), quiet():
-        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+        config = read_config(source)
         check_not_quantized(config, kind, source)
         if kind == "none" and (stored := _left_in_files(source, config, where)) is not None:
             model, unused = stored

@@ -50,6 +50,7 @@ from utils.models import counted_seconds
 from utils.models.checkpoints import load_tokenizer
 from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import CHANGED, check_tensor, empty_model, finish, layer_linears
+from utils.models.gguf_config import read_config
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, check_free, plan_memory
 from utils.models.sources import Source
@@ -374,7 +375,7 @@ UNPACKERS = {
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
 HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
-RECIPE = 3  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
+RECIPE = 4  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class FileMatrix(NamedTuple):
@@ -459,7 +460,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
 
 def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *, where: Placement) -> str | None:
     """Write what `_loaded` reads. Returns a reason as `load_in_blocks` does. Raises UserError."""
-    model = empty_model(AutoConfig.from_pretrained(source.location, **source.arguments), torch.float32)
+    model = empty_model(read_config(source), torch.float32)
     if isinstance(reason := read_decoder(model), str):
         return reason
     where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")

@@ -1,0 +1,92 @@
+"""The config of a GGUF file with the rotary positions that its header and its tensors describe.
+
+Transformers 5 reads few of these keys: a Llama 3.1 or a Qwen with YaRN would turn its queries and keys by the angles of
+an unscaled model. The form of the keys is that of llama.cpp (https://github.com/ggml-org/llama.cpp).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf import GGUFReader
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_gguf_pytorch_utils import read_field
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from utils.errors import UserError
+from utils.models.sources import Source
+
+TENSORS = QUOTIENTS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+UNREAD = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
+UNKNOWN = "'{}' scales its rotary positions in a way that is not read from GGUF files: use its safetensors files."
+# Of Llama 3.1 and later, whose files have the quotients of frequencies instead.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SAME = 1e-4  # the largest relative difference of frequencies that are rounded to float32
+
+
+def read_config(source: Source) -> PreTrainedConfig:
+    """Read the config of a checkpoint. Raises UserError if its rotary positions cannot be read from its GGUF file."""
+    config = AutoConfig.from_pretrained(source.location, **source.arguments)
+    if source.gguf:
+        _read_rotary(config, gguf.GGUFReader(Path(source.location, source.gguf)), source.name)
+    return config
+
+
+def _read_rotary(config: PreTrainedConfig, reader: GGUFReader, name: str) -> None:
+    text = config.get_text_config(decoder=True)
+    parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    own = parameters.get("full_attention", parameters)  # local layers, such as Gemma's, are not scaled
+    if own.get("rope_type") != "default":  # there are none, or transformers has read them
+        return
+    architecture = read_field(reader, "general.architecture")[0]
+
+    def field(key: str) -> Any:
+        return next(iter(read_field(reader, f"{architecture}.rope.{key}")), None)
+
+    own["rope_theta"] = field("freq_base") or own["rope_theta"]
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if "partial_rotary_factor" in own and (rotated := field("dimension_count")):
+        own["partial_rotary_factor"] = rotated / size
+    if (architecture, text.num_hidden_layers) in (("gemma2", 46), ("gemma3", 62)):  # those of 27 billion weights
+        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
+    own |= _scaling(field, name)
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name in TENSORS}
+    if QUOTIENTS in tensors:
+        own |= _llama3(text, own, tensors[QUOTIENTS], name)
+    elif tensors:
+        own |= {
+            "rope_type": "longrope",
+            "short_factor": tensors[SHORT].tolist(),
+            "long_factor": tensors[LONG].tolist(),
+            "original_max_position_embeddings": field("scaling.original_context_length"),
+            "attention_factor": field("scaling.attn_factor"),
+        }
+
+
+def _scaling(field: Callable[[str], Any], name: str) -> dict[str, Any]:
+    """The keys of a scaling in the header. Without its type it is linear. Raises UserError if it is of another kind."""
+    kind, factor = field("scaling.type") or "linear", field("scaling.factor") or field("scale_linear") or 1.0
+    if kind == "none" or factor == 1.0:
+        return {}
+    if kind not in ("linear", "yarn") or any(field(f"scaling.{key}") is not None for key in UNREAD):
+        raise UserError(UNKNOWN.format(name))
+    found = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        further = {"original_max_position_embeddings": field("scaling.original_context_length")}
+        further |= {key: field(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        found |= {key: value for key, value in further.items() if value is not None}
+    return found
+
+
+def _llama3(config: Any, own: dict[str, Any], quotients: torch.Tensor, name: str) -> dict[str, Any]:
+    """The keys of frequencies that are divided by these quotients. Raises UserError if they are not Llama 3's."""
+    found = own | LLAMA3 | {"rope_type": "llama3", "factor": float(quotients.max())}
+    plain, scaled = (
+        ROPE_INIT_FUNCTIONS["llama3"](type(config)(**config.to_dict() | {"rope_parameters": keys}), "cpu")[0]
+        for keys in (found | {"factor": 1.0}, found)
+    )
+    if len(plain) != len(quotients) or not torch.allclose(plain / quotients, scaled, rtol=SAME, atol=0.0):
+        raise UserError(UNKNOWN.format(name))
+    return found
