@@ -15,7 +15,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,7 +33,7 @@ from utils.errors import UserError
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.file_model import check_tensor, load_from_files
-from utils.models.gguf_config import read_config
+from utils.models.gguf_header import read_config, read_tokenizer
 from utils.models.load_errors import explained_errors, first_line, is_out_of_memory, quiet
 from utils.models.memory import Placement, free_bytes, plan_memory
 from utils.models.quantization import check_not_quantized, dequantized_model, quantization_arguments, quantize_loaded
@@ -110,7 +109,7 @@ def optional_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     with explained_errors(source.name), quiet():
         if not has_tokenizer(source):
             return None
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+        tokenizer = read_tokenizer(source)
         tokenizer("Hello")  # some fail only here
         return tokenizer
 

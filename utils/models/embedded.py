@@ -14,7 +14,6 @@ import zipfile
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from utils.artifact_cache import build_folder, digest, is_intact, remove_stale
 from utils.errors import UserError
@@ -121,10 +120,12 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF model to a folder as a float32 checkpoint with its tokenizer and chat template."""
     # These imports are slow, and needed once per cache.
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
+    from utils.models.gguf_header import read_tokenizer
     from utils.models.gguf_model import shared_reader
     from utils.models.load_errors import quiet
+    from utils.models.sources import Source
 
     # The bar of the conversion is hidden: the caller reports how far it has got.
     with quiet(), redirect_stderr(StringIO()), shared_reader(gguf):
@@ -134,17 +135,4 @@ def convert(gguf: Path, folder: Path) -> None:
             gguf.parent, gguf_file=gguf.name, quantization_config=dequantize, dtype=torch.float32
         )
         model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        split_digits(tokenizer)
-        tokenizer.save_pretrained(folder)
-
-
-def split_digits(tokenizer: Any) -> None:
-    """Correct a tokenizer of the embedded model that was read from its GGUF file.
-
-    The file's tokenizer type, `smollm`, splits digits before the byte-level split. transformers omits the former.
-    """
-    from tokenizers import pre_tokenizers
-
-    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+        read_tokenizer(Source(str(gguf.parent), MODEL_NAME, gguf.name)).save_pretrained(folder)

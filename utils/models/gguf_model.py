@@ -48,9 +48,8 @@ from utils.files import file_state, has_changed, user_folder
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_tokenizer
-from utils.models.embedded import MODEL_NAME, split_digits
 from utils.models.file_model import CHANGED, check_tensor, empty_model, finish, layer_linears
-from utils.models.gguf_config import read_config
+from utils.models.gguf_header import read_config
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, check_free, plan_memory
 from utils.models.sources import Source
@@ -468,10 +467,7 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
     with build_folder(folder, made_from, what) as made, counted_seconds(where.report, f"preparing {source.name}"):
         made.mkdir()
         _unpack(source, reader, made, model)
-        tokenizer = load_tokenizer(source)
-        if source.name == MODEL_NAME:
-            split_digits(tokenizer)
-        tokenizer.save_pretrained(made)
+        load_tokenizer(source).save_pretrained(made)
     return None
 
 

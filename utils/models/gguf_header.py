@@ -1,17 +1,18 @@
-"""The config of a GGUF file with the rotary positions that its header and its tensors describe.
+"""Config and tokenizer of a checkpoint, with what transformers leaves out of the header of a GGUF file.
 
-Transformers 5 reads few of these keys: a Llama 3.1 or a Qwen with YaRN would turn its queries and keys by the angles of
-an unscaled model. The form of the keys is that of llama.cpp (https://github.com/ggml-org/llama.cpp).
+Without the scaling of rotary positions, a Llama 3.1 or a Qwen with YaRN would turn its queries and keys by the angles
+of an unscaled model. The meaning of the keys is that of llama.cpp (https://github.com/ggml-org/llama.cpp).
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import torch
 from gguf import GGUFReader
-from transformers import AutoConfig, PreTrainedConfig
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import read_field
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -25,13 +26,29 @@ UNKNOWN = "'{}' scales its rotary positions in a way that is not read from GGUF 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SAME = 1e-4  # the largest relative difference of frequencies that are rounded to float32
 
+# Types of tokenizers that split digits, and then text as GPT-2 does.
+SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+
 
 def read_config(source: Source) -> PreTrainedConfig:
     """Read the config of a checkpoint. Raises UserError if its rotary positions cannot be read from its GGUF file."""
     config = AutoConfig.from_pretrained(source.location, **source.arguments)
     if source.gguf:
-        _read_rotary(config, gguf.GGUFReader(Path(source.location, source.gguf)), source.name)
+        _read_rotary(config, _reader(source), source.name)
     return config
+
+
+def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a checkpoint that has one."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+    if source.gguf and {*read_field(_reader(source), "tokenizer.ggml.pre")} & {*SINGLE_DIGITS}:
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _reader(source: Source) -> GGUFReader:
+    return gguf.GGUFReader(Path(source.location, str(source.gguf)))  # within `shared_reader` read once
 
 
 def _read_rotary(config: PreTrainedConfig, reader: GGUFReader, name: str) -> None:

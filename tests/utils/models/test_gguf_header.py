@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_llama, tiny_tokenizer
-from tiny_gguf import write_gguf
+from tiny_gguf import add_tokens, write_gguf
 
 from utils.errors import UserError
 from utils.models.checkpoints import load_model
-from utils.models.gguf_config import LLAMA3, read_config
+from utils.models.gguf_header import LLAMA3, read_config, read_tokenizer
 from utils.models.gguf_model import load_in_blocks
 from utils.models.memory import Placement
 from utils.models.sources import Source, locate
@@ -105,6 +105,20 @@ def test_the_largest_gemma_scales_queries_by_the_size_of_its_states(
     for count, scalar in ((layers, 96 / 4), (layers - 1, 256)):
         config = read_config(_header(tmp_path / f"{count}.gguf", architecture, layers=count))
         assert config.query_pre_attn_scalar == scalar
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm"])
+def test_digits_are_tokens_of_their_own_where_the_type_says_so(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokens(writer, tiny_tokenizer())
+    writer.add_tokenizer_pre(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer: Any = read_tokenizer(Source(str(path.parent), path.name, path.name))
+    pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab12")]
+    assert pieces == (["ab", "1", "2"] if kind == "smollm" else ["ab", "12"])
 
 
 def test_keys_that_transformers_does_not_read(tmp_path: Path) -> None:
