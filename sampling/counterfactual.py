@@ -9,6 +9,7 @@ with drafts, `expected_counts` has the acceptance that these drafts should have 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,16 +78,11 @@ def _rows(table: Tensor, first: int, end: int) -> Tensor:
     return table[torch.arange(first, end).clamp(max=len(table) - 1).to(table.device)]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyByText:
-    """A verification rule that accepts the drafts which equal a text."""
-
-    tokens: list[int]
-
-    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
-        accepted = matching_prefix(draft.tokens, self.tokens[start:])
-        # Clamped: after an accepted end token the loop discards this token.
-        return accepted, self.tokens[min(start + accepted, len(self.tokens) - 1)]
+def _verify_by_text(tokens: list[int], probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]:
+    """Accept the drafts which equal a text."""
+    accepted = matching_prefix(draft.tokens, tokens[start:])
+    # Clamped: after an accepted end token the loop discards this token.
+    return accepted, tokens[min(start + accepted, len(tokens) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,7 @@ def replay(
     length = decoding.max_new if ended else len(text.tokens)  # a text that did not end was as long as requested
     greedy = replace(decoding, processor=GreedyProcessor(), max_new=length)  # the distributions are not used
     watch = Stopwatch()
-    timed, rule = TimedDrafter(drafter, watch), VerifyByText(text.tokens)
+    timed, rule = TimedDrafter(drafter, watch), partial(_verify_by_text, text.tokens)
     steps = speculative_steps(text.prompt, timed, TextSession(text), greedy, gamma=gamma, rule=rule)
     rounds = [(step, watch.read(0)) for step in steps]
     return [step for step, _ in rounds], [timing for _, timing in rounds]

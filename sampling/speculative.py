@@ -6,32 +6,23 @@ processors and the consumers of Steps own those.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from sampling.debug import traced
 from sampling.drafters.masked import block_session
 from sampling.drafters.model import ModelDrafter
-from sampling.verification import REJECTION, choose_rule
+from sampling.verification import REJECTION, Verify, choose_rule
 from utils.bounds import WholeRange
 from utils.decode.decoding import Decoding, token_ids
 from utils.decode.drafts import NO_DRAFT, Draft, Drafter, Verified
 from utils.decode.generation_rules import OWN_ENDS, EndIds, end_tokens
 from utils.decode.model_info import check_model
 from utils.decode.model_session import ModelSession
-from utils.decode.noise import Noise
 from utils.decode.session import TargetSession
 from utils.decode.steps import FinishReason, Step
 from utils.errors import UserError
 from utils.logits_processor import LogitsProcessor
 from utils.metrics.results import acceptance_of, tokens_of
-
-
-class VerificationRule(Protocol):
-    """What the loop requires of a rule: see sampling.verification."""
-
-    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, *, start: int) -> tuple[int, int]: ...
 
 
 def speculative_steps(
@@ -42,7 +33,7 @@ def speculative_steps(
     *,
     gamma: int,
     first_target: bool = False,
-    rule: VerificationRule = REJECTION,
+    rule: Verify = REJECTION,
 ) -> Iterator[Step]:
     """Yield one Step per round of at most `gamma` drafts and one verify pass (Leviathan et al. 2023). Gamma 0 is
     autoregressive decoding. Tokens that the grammar forces come before the drafter's own, and need no verification.

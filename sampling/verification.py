@@ -18,7 +18,7 @@ from utils.decode.noise import Domain, Noise
 from utils.errors import UserError, check_choice
 from utils.logits_processor import one_thread
 
-Verify = Callable[..., tuple[int, int]]
+Verify = Callable[..., tuple[int, int]]  # (p (k+1, V), draft, noise, start=) -> (accepted, token)
 
 
 @dataclass(frozen=True, slots=True)
