@@ -12,10 +12,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save
@@ -192,8 +192,7 @@ LEAST_TEXT = 24  # tokens of an answer that may become part of a document
 PASS_TOKENS = 2048  # that are inserted in one pass: all hidden states of a pass are in memory
 
 
-@dataclass(frozen=True, slots=True)
-class TextPage:
+class TextPage(NamedTuple):
     """B conversations of T tokens.
 
     tokens (B, T) int32. features (B, T, F): hidden states at each position, ending with that after the target's final
@@ -229,13 +228,9 @@ class TextPage:
             ]
         return found
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def rows(self, index: Tensor | slice, device: torch.device | None = None) -> TextPage:
         """A page of some of its rows, on `device`."""
-        return TextPage(**{name: tensor[index].to(device) for name, tensor in self.tensors.items()})
+        return TextPage(*(tensor[index].to(device) for tensor in self))
 
 
 class Corpus:
@@ -251,7 +246,7 @@ class Corpus:
     def add(self, page: TextPage) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(len(self))) as file:
-            file.write(save(page.tensors))
+            file.write(save(page._asdict()))
 
     def page(self, number: int) -> TextPage:
         """One page, memory-mapped."""

@@ -224,7 +224,6 @@ class Trainer:
         ]
         self._rates = (plan.rate, plan.rate_rest)
         self._page_count = len(pages)
-        self._loaded: tuple[int, TextPage] | None = None  # the current page and its number
 
     def train_step(self) -> None:
         page = self._batch()
@@ -281,17 +280,12 @@ class Trainer:
         """Some rows of one page, both in a random order that the seed determines."""
         plan = self._plan
         per_page = plan.page // plan.batch
-        # All batches of a page follow each other, so only one page is in memory.
+        # All batches of a page follow each other, so that its part of the file is read once.
         visit, part = divmod(self.step, per_page)
         epoch, place_in_order = divmod(visit, self._page_count)
-        page = self._page(_shuffled(self._page_count, plan.seed, epoch)[place_in_order])
+        page = self._pages.page(_shuffled(self._page_count, plan.seed, epoch)[place_in_order])
         order = torch.tensor(_shuffled(page.tokens.shape[0], plan.seed, visit))
         return page.rows(order.tensor_split(per_page)[part], self._lm_head.device)
-
-    def _page(self, number: int) -> TextPage:
-        if self._loaded is None or self._loaded[0] != number:
-            self._loaded = number, self._pages.page(number)
-        return self._loaded[1]
 
 
 def _shuffled(count: int, seed: int, turn: int) -> list[int]:
