@@ -225,9 +225,6 @@ class Eagle3(StepwiseDrafter):
             scaling=float(attends.scaling),
         )
 
-    def feedback(self, state: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(state)) if self.conventions.norm_output else state
-
 
 def _norm(norm: Any) -> Norm:
     return Norm(norm.weight.detach().float().contiguous(), float(norm.variance_epsilon))

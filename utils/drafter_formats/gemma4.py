@@ -28,7 +28,7 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.eagle3 import load_exactly
 from utils.drafter_formats.layer_config import FULL, SLIDING
-from utils.drafter_formats.target_parts import misfit
+from utils.drafter_formats.target_parts import misfit, share_parts
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
 
@@ -110,13 +110,10 @@ class Gemma4Assistant(StepwiseDrafter):
         """
         decoder = cast(Any, target.get_decoder())
         self.conventions = Conventions((*sources.values(), layer_count(target)))
-        self.embed_tokens = target.get_input_embeddings()
         self.shared = nn.ModuleDict({kind: TargetKeys(decoder.layers[index]) for kind, index in sources.items()})
-        self.to(target.device, target.dtype).eval().requires_grad_(False)
-        # Their frequencies stay float32.
-        self.rotary = Gemma4TextRotaryEmbedding(self.config).to(target.device)
-        self.target_rotary = copy.deepcopy(decoder.rotary_emb)
-        self.device, self.dtype = target.device, target.dtype
+        rotary, embedding = Gemma4TextRotaryEmbedding(self.config), target.get_input_embeddings()
+        share_parts(self, embedding, self.lm_head, target, rotary=rotary)
+        self.target_rotary = copy.deepcopy(decoder.rotary_emb)  # after the move: its frequencies stay float32
         return self
 
     def new_cache(self) -> SharedKeys:

@@ -25,7 +25,7 @@ from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, JoinedExperts
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit
+from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit, share_parts
 from utils.engine import attention
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
@@ -64,18 +64,15 @@ class Mtp(StepwiseDrafter):
 
     def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Mtp:
         """Take the embedding and the output head, and move to the target's device and number format."""
-        self.embed_tokens, self.lm_head = embedding, head
         kept = {name: part for name, part in self.layer.named_buffers() if part.is_floating_point()}
-        self.to(target.device, target.dtype).eval().requires_grad_(False)
+        share_parts(self, embedding, head, target, rotary=copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb))
         for name, part in kept.items():  # transformers keeps the routers' corrections in float32
             self.layer.get_submodule(name.rpartition(".")[0]).register_buffer(
                 name.rpartition(".")[2], part.to(target.device, torch.float32)
             )
-        self.rotary = copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb)  # its frequencies stay float32
         # Some families have frequencies of their own for each type of layer.
         named = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.rotary_keys = {"layer_type": self.config.layer_types[0]} if named else {}
-        self.device, self.dtype = target.device, target.dtype
         return self
 
     def new_cache(self) -> Any:
@@ -90,9 +87,6 @@ class Mtp(StepwiseDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         return cast(Tensor, self.lm_head(self.norm(state)))
-
-    def feedback(self, state: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(state)) if self.conventions.norm_output else state
 
 
 def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:

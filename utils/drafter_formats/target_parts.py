@@ -111,11 +111,15 @@ def _lookup(weight: Tensor) -> nn.Embedding:
     return embedding
 
 
-def share_parts(drafter: Any, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> None:
-    """Give a drafter its embedding and output head, and move it to the target's device and number format."""
+def share_parts(
+    drafter: Any, embedding: nn.Module, head: nn.Module, target: PreTrainedModel, *, rotary: nn.Module | None = None
+) -> None:
+    """Give a drafter its embedding, output head and rotary embedding, by default Llama's, and move it to the target's
+    device and number format.
+    """
     drafter.embed_tokens, drafter.lm_head, drafter.rotary = embedding, head, None
     drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-    drafter.rotary = LlamaRotaryEmbedding(drafter.config).to(target.device)  # its frequencies stay float32
+    drafter.rotary = (rotary or LlamaRotaryEmbedding(drafter.config)).to(target.device)  # its frequencies stay float32
     drafter.device, drafter.dtype = target.device, target.dtype
 
 

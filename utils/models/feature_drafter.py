@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,10 @@ class StepwiseDrafter(FeatureDrafter):
     """One pass for each draft, as in EAGLE (arXiv 2401.15077).
 
     Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
-    After the last known feature it continues from its own states.
+    After the last known feature it continues from its own states. `norm` is the final norm.
     """
+
+    norm: Any
 
     def add_entries(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
         """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
@@ -94,7 +96,7 @@ class StepwiseDrafter(FeatureDrafter):
         """Return what takes the place of a feature's state when the target's is not known yet: (1, H) for a state
         (1, H).
         """
-        return state
+        return cast(Tensor, self.norm(state)) if self.conventions.norm_output else state
 
 
 class BlockDrafter(FeatureDrafter):
