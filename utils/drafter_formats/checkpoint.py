@@ -22,6 +22,10 @@ from utils.models.sources import Source, StoredTensor, downloaded_folder, stored
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "model."  # some exports put it before every name
+# Beginnings of names in other layouts, and those of speculators.
+RENAMED = {"midlayer.": "layers.0.", "logit_head.": ""} | {
+    f"aux_norm_{place}.": f"fc_norm.{index}." for index, place in enumerate(("low", "mid", "high"))
+}
 DRAFT_TO_TARGET, ORDERING = "d2t", "masked_embedding.token_ordering"
 ID_TENSORS = (DRAFT_TO_TARGET, "t2d", ORDERING)  # the others are weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,9 +45,8 @@ Stored = StoredTensor | QuantizedWeight | JoinedExperts
 class DrafterCheckpoint:
     """A drafter's files.
 
-    `name` is for messages, `config` is config.json, and `shapes` are those of the tensors by name. `files` has the file
-    of each tensor, and its name there. `quantized` has, by the same pairs, the weights that are dequantized when they
-    are read, to the number format `dtype`.
+    `name` is for messages, `config` is config.json, and `stored` are the tensors by name. Those that are quantized are
+    dequantized when they are read, to the number format `dtype`.
     """
 
     name: str
@@ -127,4 +130,5 @@ def read_checkpoint(source: Source) -> DrafterCheckpoint | None:
             if (name := tensor.name.removeprefix(PREFIX)) in stored:
                 raise SafetensorError(f"{name} is stored twice")
             stored[name] = tensor
-        return DrafterCheckpoint(source.name, config, with_quantized(stored, config.get("quantization_config")))
+        weights = with_quantized(stored, config.get("quantization_config"))
+        return DrafterCheckpoint(source.name, config, weights).renamed(RENAMED)

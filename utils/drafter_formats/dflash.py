@@ -46,7 +46,6 @@ from utils.drafter_formats.target_parts import (
 from utils.errors import UserError
 from utils.models.feature_drafter import BlockDrafter, Conventions
 
-RENAMED = {"logit_head.": ""}  # of early SpecForge files
 # Tensors that are not those of the module: shared parts, and the target's own, which training keeps beside them.
 BESIDES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 SPECULATORS = "speculators_model_type"
@@ -353,16 +352,9 @@ def add_convolutions(layers: nn.ModuleList, checkpoint: DrafterCheckpoint) -> No
             layer.add_module(name, SlotConvolution(base[1], groups, base[2]))
 
 
-def is_dspark_drafter(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether it belongs to the family and has, or is named as if it had, heads of DSpark."""
-    checkpoint = checkpoint.renamed(RENAMED)
-    return is_dflash(checkpoint) and is_dspark(checkpoint)
-
-
 def load_dflash(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> DFlash:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     check_target_file(checkpoint, target)
-    checkpoint = checkpoint.renamed(RENAMED)
     check_supported(checkpoint)
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=True)
     config.vocab_size = vocabulary_size(target)
@@ -401,11 +393,11 @@ def setting(checkpoint: DrafterCheckpoint, key: str) -> Any:
 
 
 def is_dspark(checkpoint: DrafterCheckpoint) -> bool:
-    """Whether it is a DSpark checkpoint: by its tensors, or by name if it has neither of the optional heads."""
+    """Whether it belongs to the family and has, or is named as if it had, heads of DSpark."""
     names = [checkpoint.config.get(name) for name in (SPECULATORS, "architectures")]
     names.append(setting(checkpoint, "projector_type"))
     has_head = any(name.startswith(("markov_head.", "confidence_head.")) for name in checkpoint.stored)
-    return has_head or any("dspark" in str(name).lower() for name in names)
+    return is_dflash(checkpoint) and (has_head or any("dspark" in str(name).lower() for name in names))
 
 
 def check_supported(checkpoint: DrafterCheckpoint) -> None:

@@ -42,10 +42,6 @@ from utils.errors import UserError
 from utils.logits_processor import one_thread
 from utils.models.feature_drafter import BlockDrafter, Conventions, StepwiseDrafter
 
-# Names in other layouts, and those of speculators.
-RENAMED = {"midlayer.": "layers.0."} | {
-    f"aux_norm_{place}.": f"fc_norm.{index}." for index, place in enumerate(("low", "mid", "high"))
-}
 JOINED = ".hidden_norm.weight"  # in layers that read the embedding and the state: the first one, and in DeepSpec all
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_STATE = "mask_hidden"
@@ -282,7 +278,6 @@ def _share_equal_heads(attends: Any) -> None:
 
 def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
     """Whether the first layer reads an embedding and a state side by side, and features enter through `fc`."""
-    checkpoint = checkpoint.renamed(RENAMED)
     query, output = (checkpoint.shapes.get(f"layers.0.self_attn.{name}.weight", ()) for name in ("q_proj", "o_proj"))
     return checkpoint.has("fc.weight") and len(query) == len(output) == 2 and query[1] == 2 * output[0]
 
@@ -290,7 +285,6 @@ def is_eagle3(checkpoint: DrafterCheckpoint) -> bool:
 def load_eagle3(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Eagle3:
     """Build the drafter. Raises UserError if its tensors do not fit its config or the target."""
     window = check_target_file(checkpoint, target)
-    checkpoint = checkpoint.renamed(RENAMED)
     head_norms = checkpoint.has("layers.0.self_attn.q_norm.weight")
     config = layer_config(checkpoint.layer_keys, checkpoint, head_norms=head_norms)
     config.vocab_size = vocabulary_size(target)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
-from utils.drafter_formats.dflash import is_dflash, is_dflash2, is_dspark_drafter, load_dflash
+from utils.drafter_formats.dflash import is_dflash, is_dflash2, is_dspark, load_dflash
 from utils.drafter_formats.eagle3 import is_eagle3, is_peagle, load_eagle3, load_peagle
 from utils.drafter_formats.gemma4 import is_gemma4_assistant, load_gemma4_assistant
 from utils.errors import UserError
@@ -32,7 +32,7 @@ FORMATS = (
     DrafterFormat("P-EAGLE", is_peagle, load_peagle),
     DrafterFormat("EAGLE-3", is_eagle3, load_eagle3),
     DrafterFormat("DFlash2", is_dflash2, load_dflash),
-    DrafterFormat("DSpark", is_dspark_drafter, load_dflash),
+    DrafterFormat("DSpark", is_dspark, load_dflash),
     DrafterFormat("DFlash", is_dflash, load_dflash),
     DrafterFormat("Gemma-4-assistant", is_gemma4_assistant, load_gemma4_assistant),
 )
