@@ -7,7 +7,7 @@ LongestMatch is prompt lookup (Saxena 2023, "Prompt Lookup Decoding"), SuffixAut
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ngram_assisted.ngram_storage import NGramStorage
 from sampling.debug import traced
@@ -142,15 +142,27 @@ class NGramDrafter(TextDrafter):
         self._known = len(context)
 
 
-class MatchIndex(Protocol):
+class MatchIndex(ABC):
     """A growing text that proposes how it may continue."""
+
+    def __init__(self) -> None:
+        self._separators = 0
 
     def separate(self) -> None:
         """What follows is a different text: no match may span both."""
+        self._separators += 1
+        self._add(-self._separators)  # unique, so that nothing matches across it
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
+        for token in tokens:
+            self._add(token)
 
+    @abstractmethod
+    def _add(self, token: int) -> None:
+        """Append a token, or a separator, which is negative."""
+
+    @abstractmethod
     def drafts(self, count: int) -> list[Match]:
         """At most `count` tokens that may follow."""
 
@@ -190,28 +202,23 @@ class MatchDrafter(TextDrafter):
         self._known = len(context)
 
 
-class LongestMatch:
+class LongestMatch(MatchIndex):
     """Indexes the positions after every pair of tokens, and compares backwards from there.
 
     Matches have at least `min_length` tokens. Among matches of equal length the most recent one wins.
     """
 
     def __init__(self, min_length: int = 2) -> None:
+        super().__init__()
         self._min_length = min_length
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # last tokens -> positions where they ended
-        self._separators = 0
 
-    def separate(self) -> None:
-        self._separators += 1
-        self._text.append(-self._separators)  # unique, so that nothing matches across it
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if len(self._text) >= self._min_length:
-                # Entered once the next token is known, so that the end of the text does not match itself.
-                self._ends.setdefault(self._key(), []).append(len(self._text))
-            self._text.append(token)
+    def _add(self, token: int) -> None:
+        if token >= 0 and len(self._text) >= self._min_length:
+            # Entered once the next token is known, so that the end of the text does not match itself.
+            self._ends.setdefault(self._key(), []).append(len(self._text))
+        self._text.append(token)
 
     def _key(self) -> tuple[int, ...]:
         return tuple(self._text[-self._min_length :])
@@ -235,7 +242,7 @@ class LongestMatch:
         return drafts
 
 
-class SuffixAutomaton:
+class SuffixAutomaton(MatchIndex):
     """The smallest automaton of all substrings (Blumer et al. 1985), built token by token. Each state counts its
     occurrences.
 
@@ -243,21 +250,14 @@ class SuffixAutomaton:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._next: list[dict[int, int]] = [{}]  # transitions by token; state 0 is the empty string
         self._link = [-1]  # suffix link: the longest suffix that is in another state
         self._length = [0]  # of the longest string of the state
         self._count = [0]
         self._latest = [0]  # position where the state's strings ended last: breaks ties
-        self._last, self._separators = 0, 0
+        self._last = 0
         self.size = 0  # tokens, separators included
-
-    def separate(self) -> None:
-        self._separators += 1
-        self._add(-self._separators)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self._add(token)
 
     def _add(self, token: int) -> None:
         self.size += 1
