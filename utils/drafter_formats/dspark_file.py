@@ -4,9 +4,7 @@ All slots of a block predict and see each other. The Markov head is a bias for t
 """
 
 from pathlib import Path
-from typing import Any
 
-import transformers
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -14,13 +12,12 @@ from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint
 from utils.drafter_formats.dflash import CONFIDENCE, MARKOV, SPECULATORS, VANILLA, DFlash
 from utils.drafter_formats.eagle3_file import (
-    SPECULATORS_VERSION,
     Surroundings,
     initialise,
     layer_keys,
     layer_like,
     save_drafter,
-    speculation,
+    speculators_keys,
 )
 from utils.drafter_formats.layer_config import FULL, layer_config
 from utils.models.sources import StoredTensor
@@ -36,12 +33,9 @@ def new_dspark(target: PreTrainedModel, layers: tuple[int, ...], *, slots: int, 
     """
     like, size = layer_like(target), vocabulary_size(target)
     keys = layer_keys(like) | {"layer_types": [FULL] * LAYERS, "num_hidden_layers": LAYERS, "vocab_size": size}
-    config = {
+    config = speculators_keys("dspark", slots, target, drafted=drafted) | {
         "architectures": ["DSparkDraftModel"],
-        SPECULATORS: "dspark",
-        "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": keys | {"model_type": "qwen3", "attention_bias": False},
-        "draft_vocab_size": drafted,
         "aux_hidden_state_layer_ids": list(layers),
         "block_size": slots,
         "mask_token_id": mask,
@@ -52,10 +46,6 @@ def new_dspark(target: PreTrainedModel, layers: tuple[int, ...], *, slots: int, 
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
         "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "speculators_config": speculation("dspark", slots, target),
-        "dtype": "bfloat16",
-        "transformers_version": transformers.__version__,
     }
     hidden = like.hidden_size
     shapes: dict[str, tuple[int, ...]] = {f"layers.{index}.": () for index in range(LAYERS)}
@@ -85,6 +75,6 @@ def can_be_trained(drafter: DFlash) -> bool:
 
 def save_dspark(folder: Path, drafter: DFlash, target: PreTrainedModel, around: Surroundings) -> None:
     """Write a drafter. Raises UserError if the folder cannot be written."""
-    config: dict[str, Any] = drafter.stored | {"block_size": drafter.slots, "dtype": "bfloat16"}
-    config["speculators_config"] = speculation("dspark", drafter.slots, target)
+    keys = speculators_keys("dspark", drafter.slots, target, drafted=len(around.ids))
+    config = drafter.stored | keys | {"block_size": drafter.slots}
     save_drafter(folder, target, around, weights=drafter.state_dict(), config=config)

@@ -190,11 +190,9 @@ def can_be_stored(drafter: Eagle3) -> bool:
 def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> dict[str, Any]:
     conventions, count, layer = drafter.conventions, drafter.target_layers, _layer_config(drafter)
     ids = [count if number in (-1, count + 1) else number for number in conventions.feature_layers]
-    return _sglang_keys(drafter, layer, ids) | {
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
+    keys = _sglang_keys(drafter, layer, ids) | speculators_keys("eagle3", 3, target, drafted=len(around.ids))
+    return keys | {
         "transformer_layer_config": layer,
-        "draft_vocab_size": len(around.ids),
         LAYER_IDS: ids,
         "norm_before_residual": conventions.norm_before_residual,
         "norm_before_fc": drafter.input_norm is not None,
@@ -202,10 +200,6 @@ def _config(drafter: Eagle3, target: PreTrainedModel, around: Surroundings) -> d
         "norm_output": conventions.norm_output,
         "embed_requires_grad": False,
         "target_hidden_size": drafter.fc.in_features // len(ids),
-        "tie_word_embeddings": False,
-        "speculators_config": speculation("eagle3", 3, target),
-        "dtype": "bfloat16",
-        "transformers_version": transformers.__version__,
     }
 
 
@@ -256,8 +250,9 @@ def _windows(drafter: Eagle3) -> list[int | None]:
     return [layer.self_attn.sliding_window for layer in cast(Any, drafter.layers)]
 
 
-def speculation(algorithm: str, drafts: int, target: PreTrainedModel) -> dict[str, Any]:
-    """What speculators stores about the drafts of a round, and the target as programs find it.
+def speculators_keys(kind: str, drafts: int, target: PreTrainedModel, *, drafted: int) -> dict[str, Any]:
+    """What speculators stores about a drafter of any kind with `drafted` output rows: the drafts of a round, the
+    target as programs find it, and the versions.
 
     Folders of this machine mean nothing elsewhere, so only hub ids are named.
     """
@@ -267,8 +262,16 @@ def speculation(algorithm: str, drafts: int, target: PreTrainedModel) -> dict[st
     proposal: dict[str, Any] = {"proposal_type": "greedy", "speculative_tokens": drafts}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": {"name_or_path": name if is_hub_id else None, "architectures": architectures},
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": name if is_hub_id else None, "architectures": architectures},
+        },
+        "draft_vocab_size": drafted,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "transformers_version": transformers.__version__,
     }
