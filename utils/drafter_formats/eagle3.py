@@ -53,8 +53,7 @@ USUAL_BLOCK = 8  # of speculators' training; exports for vLLM name no number
 class Eagle3(StepwiseDrafter):
     """An EAGLE-3 drafter. `config` is that of its layers, with the target's vocabulary size."""
 
-    embed_tokens: nn.Module
-    lm_head: nn.Module
+    lm_head: DraftHead
     compiled: CompiledEntries | None = None  # of an engine
 
     def __init__(
@@ -154,15 +153,15 @@ class Eagle3(StepwiseDrafter):
             return super().add_entries(states, tokens, first, cache)
         state, drafted = self.compiled(states, tokens, first, cache)
         with one_thread():
-            return state, cast(DraftHead, self.lm_head).over_target(drafted)
+            return state, self.lm_head.over_target(drafted)
 
     def logits(self, state: Tensor) -> Tensor:
-        return cast(DraftHead, self.lm_head).over_target(self.drafted_logits(state))
+        return self.lm_head.over_target(self.drafted_logits(state))
 
     def drafted_logits(self, state: Tensor) -> Tensor:
         """Logits (T, V') of the draft vocabulary."""
         state = self.norm(state) if self.conventions.norm_before_head else state
-        return cast(Tensor, cast(DraftHead, self.lm_head).rows(state))
+        return cast(Tensor, self.lm_head.rows(state))
 
     def draft_spec(self) -> DraftSpec | None:
         """What an entry computes, for engines with programs of their own. None if it cannot be described."""
@@ -176,8 +175,7 @@ class Eagle3(StepwiseDrafter):
             if not is_mixture:
                 attending.append((index, layer))
         shapes = {(layer.self_attn.head_dim, layer.self_attn.num_key_value_groups) for _, layer in attending}
-        rotary = cast(Any, self.rotary)
-        if len(shapes) != 1 or rotary.rope_type not in STATIC_ROPES or self.config.hidden_act not in ACTIVATIONS:
+        if len(shapes) != 1 or self.rotary.rope_type not in STATIC_ROPES or self.config.hidden_act not in ACTIVATIONS:
             return None
         size, shared = shapes.pop()
         decoder = DecoderSpec(
@@ -186,11 +184,11 @@ class Eagle3(StepwiseDrafter):
             kv_heads=self.config.num_attention_heads // shared,
             head_dim=size,
             rotary_dim=size,
-            vocabulary=cast(Any, self.lm_head).rows.out_features,
-            embedding=cast(nn.Embedding, self.embed_tokens).weight,
+            vocabulary=self.lm_head.rows.out_features,
+            embedding=self.embed_tokens.weight,
             embedding_scale=1.0,
             layers=tuple(self._layer_spec(index, layer) for index, layer in attending),
-            ropes=(partial(rotary_table, rotary, None),),
+            ropes=(partial(rotary_table, self.rotary, None),),
             final_norm=_norm(self.norm),
             head=Linear("lm_head.rows", NOTHING),
         )
@@ -430,7 +428,7 @@ def load_peagle(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> PEagl
     hidden = checkpoint.tensors([MASK_STATE])[MASK_STATE].reshape(1, -1)
     if hidden.shape[1] != network.fc.in_features:
         raise misfit(checkpoint, f"its {MASK_STATE} has {hidden.shape[1]} numbers, not {network.fc.in_features}")
-    size = cast(nn.Embedding, network.embed_tokens).num_embeddings
+    size = network.embed_tokens.num_embeddings
     if not 0 <= token < size:
         raise misfit(checkpoint, f"its mask token is {token}, and its embedding has {size} tokens")
     return PEagle(network, (hidden, token), block_size)

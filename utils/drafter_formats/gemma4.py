@@ -8,7 +8,6 @@ that they belong to. These are hidden states of the target, so every engine and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -85,9 +84,7 @@ class TargetKeys(nn.Module):
 class Gemma4Assistant(StepwiseDrafter):
     """An assistant. `config` is that of its layers, `own` the whole one. `target_size` is the target's hidden size."""
 
-    embed_tokens: nn.Module
     shared: nn.ModuleDict
-    rotary: nn.Module
     target_rotary: nn.Module
 
     def __init__(self, config: Any, own: Gemma4AssistantConfig) -> None:
@@ -103,18 +100,6 @@ class Gemma4Assistant(StepwiseDrafter):
             self.post_projection = nn.Linear(hidden, self.target_size, bias=False)
             self.lm_head = nn.Linear(hidden, size, bias=False)
             self.masked_embedding = Gemma4AssistantMaskedEmbedder(own) if own.use_ordered_embeddings else None
-
-    def share(self, sources: Mapping[str, int], target: PreTrainedModel) -> Gemma4Assistant:
-        """Take the target's embedding and copies of what computes keys and values, and move to its device and number
-        format. sources: the target's layer that they are from, by type.
-        """
-        decoder = cast(Any, target.get_decoder())
-        self.conventions = Conventions((*sources.values(), layer_count(target)))
-        self.shared = nn.ModuleDict({kind: TargetKeys(decoder.layers[index]) for kind, index in sources.items()})
-        rotary, embedding = Gemma4TextRotaryEmbedding(self.config), target.get_input_embeddings()
-        share_parts(self, embedding, self.lm_head, target, rotary=rotary)
-        self.target_rotary = copy.deepcopy(decoder.rotary_emb)  # after the move: its frequencies stay float32
-        return self
 
     def new_cache(self) -> SharedKeys:
         return SharedKeys()
@@ -183,7 +168,13 @@ def load_gemma4_assistant(checkpoint: DrafterCheckpoint, target: PreTrainedModel
             raise UserError(
                 f"'{checkpoint.name}' has a token_ordering that is not an order of its tokens: fetch it again."
             )
-    return drafter.share(sources, target)
+    decoder: Any = target.get_decoder()
+    drafter.conventions = Conventions((*sources.values(), layer_count(target)))
+    drafter.shared = nn.ModuleDict({kind: TargetKeys(decoder.layers[index]) for kind, index in sources.items()})
+    rotary, embedding = Gemma4TextRotaryEmbedding(config), target.get_input_embeddings()
+    share_parts(drafter, embedding, drafter.lm_head, target, rotary=rotary)
+    drafter.target_rotary = copy.deepcopy(decoder.rotary_emb)  # after the move: its frequencies stay float32
+    return drafter
 
 
 def _configs(checkpoint: DrafterCheckpoint) -> tuple[Any, Gemma4AssistantConfig]:

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
@@ -25,7 +25,7 @@ from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, JoinedExperts
 from utils.drafter_formats.eagle3 import load_exactly
-from utils.drafter_formats.target_parts import DraftHead, load_embedding, load_head, misfit, share_parts
+from utils.drafter_formats.target_parts import load_embedding, load_head, misfit, share_parts
 from utils.engine import attention
 from utils.errors import UserError
 from utils.models.feature_drafter import Conventions, StepwiseDrafter
@@ -46,14 +46,11 @@ class Mtp(StepwiseDrafter):
     `config` is that of the layer, with the target's vocabulary size. Only the classes of `target` are used here.
     """
 
-    embed_tokens: nn.Module
-    lm_head: nn.Module
-    rotary: nn.Module
     is_ambiguous = True  # programs feed the target's state before or after its final norm
 
     def __init__(self, config: Any, target: PreTrainedModel) -> None:
         super().__init__()
-        self.config, self.target_layers = config, layer_count(target)
+        self.config, self.target_layers, self.rotary_keys = config, layer_count(target), dict[str, str]()
         # What is fed back takes the place of a feature, which is after the final norm too.
         self.conventions, self.doubtful = Conventions((self.target_layers,), norm_output=True), ("norm_output",)
         norm_class, layer_class = type(final_norm(target)), type(cast(Any, target.get_decoder()).layers[-1])
@@ -61,19 +58,6 @@ class Mtp(StepwiseDrafter):
             # Its norm comes below, because the state before it is needed as well.
             self.layer = MtpLayer(config, layer_class, norm_class, 0, use_post_norm=False)
             self.norm = cast(Any, norm_class)(config.hidden_size, eps=config.rms_norm_eps)
-
-    def share(self, embedding: nn.Module, head: DraftHead, target: PreTrainedModel) -> Mtp:
-        """Take the embedding and the output head, and move to the target's device and number format."""
-        kept = {name: part for name, part in self.layer.named_buffers() if part.is_floating_point()}
-        share_parts(self, embedding, head, target, rotary=copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb))
-        for name, part in kept.items():  # transformers keeps the routers' corrections in float32
-            self.layer.get_submodule(name.rpartition(".")[0]).register_buffer(
-                name.rpartition(".")[2], part.to(target.device, torch.float32)
-            )
-        # Some families have frequencies of their own for each type of layer.
-        named = "layer_type" in inspect.signature(self.rotary.forward).parameters
-        self.rotary_keys = {"layer_type": self.config.layer_types[0]} if named else {}
-        return self
 
     def new_cache(self) -> Any:
         # A sliding cache could not bring back what rejected drafts pushed out of its window.
@@ -98,7 +82,17 @@ def load_mtp(checkpoint: DrafterCheckpoint, target: PreTrainedModel) -> Mtp:
         raise misfit(checkpoint, f"its projection of tokens and states is {checkpoint.shapes['layer.eh_proj.weight']}")
     drafter = Mtp(_layer_config(target), target)
     load_exactly(drafter, checkpoint, besides=SHARED)
-    return drafter.share(load_embedding(checkpoint, target, size), load_head(checkpoint, target, size), target)
+    kept = {name: part for name, part in drafter.layer.named_buffers() if part.is_floating_point()}
+    embedding, head = load_embedding(checkpoint, target, size), load_head(checkpoint, target, size)
+    rotary = copy.deepcopy(cast(Any, target.get_decoder()).rotary_emb)
+    share_parts(drafter, embedding, head, target, rotary=rotary)
+    for name, part in kept.items():  # transformers keeps the routers' corrections in float32
+        parent, _, leaf = name.rpartition(".")
+        drafter.layer.get_submodule(parent).register_buffer(leaf, part.to(target.device, torch.float32))
+    # Some families have frequencies of their own for each type of layer.
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        drafter.rotary_keys = {"layer_type": drafter.config.layer_types[0]}
+    return drafter
 
 
 def _layer_config(target: PreTrainedModel) -> Any:

@@ -62,10 +62,14 @@ class StepwiseDrafter(FeatureDrafter):
     """One pass for each draft, as in EAGLE (arXiv 2401.15077).
 
     Entry i of its cache joins the feature of position i with the token at position i + 1 and predicts token i + 2.
-    After the last known feature it continues from its own states. `norm` is the final norm.
+    After the last known feature it continues from its own states. `norm` is the final norm. The embedding, the output
+    head `lm_head` and the rotary embedding may be shared with the target.
     """
 
+    embed_tokens: Any
     norm: Any
+    lm_head: Any
+    rotary: Any
 
     def add_entries(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:
         """Add entries at positions from `first`: from the states (T, H) before them and the tokens (T,) that follow
