@@ -55,29 +55,30 @@ class ThroughputEstimate:
 class AdaptiveGamma:
     """Estimates acceptance probabilities by bucket and chooses the number of drafts with the highest value.
 
-    `costs` are those of verify passes and, if the table has them, of drafts of this `kind`. `throughput` is the run's
-    estimate, if several drafters share it; each of them learns only from rounds in which it drafted. `block` is the
-    number of drafts that are computed at once, whose cost does not depend on how many are proposed. `max_new` is the
-    maximum number of new tokens; without it, losses are not bounded. `rival` chooses for a drafter that has the round
-    if this one declines: drafts have to be worth more than the rival's are expected to be. A drafter calls `begin` and,
-    in each round, `follow`.
+    `costs` are those of verify passes and, if the table has them, of drafts of this `kind`. `block` is the number of
+    drafts that are computed at once, whose cost does not depend on how many are proposed. `max_new` is the maximum
+    number of new tokens; without it, losses are not bounded. `rival` chooses for a drafter that has the round if this
+    one declines: drafts have to be worth more than the rival's are expected to be. Both share the estimate of the run's
+    throughput, and each learns only from rounds in which it drafted. A drafter calls `begin` and, in each round,
+    `follow`.
     """
 
     def __init__(
         self,
         costs: Costs,
-        throughput: ThroughputEstimate | None = None,
         *,
         block: int = 1,
         kind: str = "",
         max_new: int | None = None,
         rival: "AdaptiveGamma | None" = None,
     ) -> None:
-        self._rival = rival
+        self._rival, self._shares = rival, rival is not None
+        self._throughput: ThroughputEstimate = ThroughputEstimate() if rival is None else rival._throughput
+        if rival is not None:
+            rival._shares = True
         self._table, self._costs, self._draft_cost, self._block = costs, costs, costs.draft_cost(kind), block
         self._kind, self._max_new = kind, max_new
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
-        self._shares, self._throughput = throughput is not None, throughput or ThroughputEstimate()
         self._origin = 0  # context length at which the new tokens begin
         self._prompt = self._encoded = 0  # tokens of the prompt, and of them in an encoder
         self._length = self._read = 0  # tokens of the text, and those that the drafter has read

@@ -229,8 +229,8 @@ def test_the_same_costs_give_the_same_drafts_and_no_costs_change_the_text(rule, 
 
 def test_drafters_of_a_chain_share_the_throughput_estimate():
     """The second is not used if the first drafts. A round in which neither drafts counts once."""
-    throughput = ThroughputEstimate()
-    first, second = AdaptiveGamma(CHEAP, throughput), drafting_gamma(CHEAP, 0.1, throughput=throughput)
+    second = drafting_gamma(CHEAP, 0.1)
+    first = AdaptiveGamma(CHEAP, rival=second)
     first.learn(matches(3, 3), 2)
     alone = ThroughputEstimate()
     alone.add(3, 1.1)
@@ -248,6 +248,7 @@ def test_drafters_of_a_chain_share_the_throughput_estimate():
 def test_drafts_of_a_chain_are_worth_more_than_those_of_the_other_drafter() -> None:
     rival, positions = drafting_gamma(EXPENSIVE, 0.1), [("position", place) for place in range(8)]
     first, alone = AdaptiveGamma(EXPENSIVE, rival=rival), AdaptiveGamma(EXPENSIVE)
+    alone._throughput = rival._throughput
 
     def expected() -> float:
         return max(value(rival, positions[:count]) for count in range(9))

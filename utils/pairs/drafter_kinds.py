@@ -12,7 +12,6 @@ from typing import Any
 
 from ngram_assisted import LongestMatch, MatchDrafter, NGramDrafter, NGramStorage, SuffixAutomaton
 from sampling import AdaptiveGamma, ChainDrafter, FreeHead, HeadDrafter, ModelDrafter
-from sampling.drafters.adaptive_gamma import ThroughputEstimate
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter, Retokenizer
 from sampling.drafters.feature_sessions import feature_session
 from sampling.drafters.masked import block_session
@@ -62,23 +61,13 @@ class DrafterInputs:
     max_text: int
     observed: bool
 
-    def adaptive(
-        self,
-        kind: str | None,
-        throughput: ThroughputEstimate | None = None,
-        *,
-        block: int = 1,
-        rival: AdaptiveGamma | None = None,
-    ) -> AdaptiveGamma | None:
+    def adaptive(self, kind: str | None, *, block: int = 1, rival: AdaptiveGamma | None = None) -> AdaptiveGamma | None:
         """Chooses the number of drafts for this drafter kind, or None if gamma is fixed. `block` and `rival` are as in
         AdaptiveGamma.
         """
         if self.costs is None:
             return None
-        max_new = self.decoding.max_new
-        return AdaptiveGamma(
-            self.costs, throughput=throughput, block=block, kind=kind or "", max_new=max_new, rival=rival
-        )
+        return AdaptiveGamma(self.costs, block=block, kind=kind or "", max_new=self.decoding.max_new, rival=rival)
 
     def options(self, adaptive: AdaptiveGamma | None) -> dict[str, Any]:
         """The keywords of drafters that draw from a model's distributions."""
@@ -129,14 +118,14 @@ class DrafterKind:
             check_depth(pair.target, int(word.removeprefix(LAYERS)))
 
 
-def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None) -> BuiltDrafter:
+def _loaded(inputs: DrafterInputs) -> BuiltDrafter:
     pair = inputs.pair
     # A head has no session: it reads hidden states that the target's session must keep.
     if isinstance(pair.drafter, FeatureDrafter):
-        return _head(inputs, pair.drafter, throughput)
+        return _head(inputs, pair.drafter)
     target = inputs.open_session("target")
     if pair.drafter_tokenizer is not None:
-        adaptive = inputs.adaptive(pair.drafter_kind, throughput)
+        adaptive = inputs.adaptive(pair.drafter_kind)
         retokenizer = Retokenizer(pair.tokenizer, pair.drafter_tokenizer)
         new_session = partial(ModelSession, pair.drafter, use_cache=inputs.use_cache)
         drafter = CrossTokenizerDrafter(new_session, retokenizer, target.vocab_size, adaptive=adaptive)
@@ -144,14 +133,14 @@ def _loaded(inputs: DrafterInputs, throughput: ThroughputEstimate | None = None)
         return BuiltDrafter(drafter, target, Replay.NEVER, adaptive)
     own = inputs.open_session("drafter")
     session, block = block_session(own, pair.target)
-    built = _model(inputs, session, target, inputs.adaptive(pair.drafter_kind, throughput, block=block), block=block)
+    built = _model(inputs, session, target, inputs.adaptive(pair.drafter_kind, block=block), block=block)
     # A PARD model's draft depends on its position in the round, so drafts cannot be chained token by token.
     return built if session is own else replace(built, replay=Replay.BY_ROUND)
 
 
-def _head(inputs: DrafterInputs, model: FeatureDrafter, throughput: ThroughputEstimate | None) -> BuiltDrafter:
+def _head(inputs: DrafterInputs, model: FeatureDrafter) -> BuiltDrafter:
     session, target = feature_session(model), inputs.open_session("target", features=model.feature_layers)
-    adaptive = inputs.adaptive(inputs.pair.drafter_kind, throughput, block=session.block_size)
+    adaptive = inputs.adaptive(inputs.pair.drafter_kind, block=session.block_size)
     drafter = HeadDrafter(
         session,
         inputs.decoding,
@@ -188,28 +177,20 @@ def _lookup(inputs: DrafterInputs) -> BuiltDrafter:
     return BuiltDrafter(drafter, inputs.open_session("target"))
 
 
-def _suffix_drafter(
-    inputs: DrafterInputs,
-    throughput: ThroughputEstimate | None = None,
-    *,
-    shortest: int = 1,
-    rival: AdaptiveGamma | None = None,
-) -> MatchDrafter:
+def _suffix_drafter(inputs: DrafterInputs, *, shortest: int = 1, rival: AdaptiveGamma | None = None) -> MatchDrafter:
     texts = inputs.caches.texts
     # An automaton cannot forget its oldest text, so a too large one is replaced by an empty one.
     if inputs.kind not in texts or texts[inputs.kind].size > inputs.max_text:
         texts[inputs.kind] = SuffixAutomaton()
-    adaptive = inputs.adaptive("suffix", throughput, rival=rival)
+    adaptive = inputs.adaptive("suffix", rival=rival)
     return MatchDrafter(texts[inputs.kind], shortest=shortest, adaptive=adaptive, observed=inputs.observed)
 
 
 def _chain(inputs: DrafterInputs) -> BuiltDrafter:
-    # One estimate for both drafters, because each round belongs to one of them.
-    throughput = None if inputs.costs is None else ThroughputEstimate()
-    second = _loaded(inputs, throughput)
+    second = _loaded(inputs)
     kinds = ("suffix", inputs.pair.drafter_kind or "")
     shortest = CHAINED_MATCH if inputs.costs is None else 1
-    first = _suffix_drafter(inputs, throughput, shortest=shortest, rival=second.adaptive)
+    first = _suffix_drafter(inputs, shortest=shortest, rival=second.adaptive)
     drafter = ChainDrafter(first, second.drafter, kinds=kinds)
     # One of them is chosen once per round, so drafts cannot be chained token by token.
     replay = Replay.NEVER if second.replay is Replay.NEVER else Replay.BY_ROUND

@@ -19,7 +19,7 @@ from sampling import (
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.drafters.adaptive_gamma import Bucket, ThroughputEstimate
+from sampling.drafters.adaptive_gamma import Bucket
 from sampling.drafters.cross_tokenizer import CrossTokenizerDrafter
 from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
@@ -125,7 +125,8 @@ def test_the_target_keeps_hidden_states_only_for_a_head_that_may_draft(read: dic
 @pytest.mark.parametrize(("cost", "never"), [(250.0, False), (1000.0, True)])
 def test_another_drafter_may_pay_for_reading_that_takes_less_than_the_longest_run(cost: float, never: bool) -> None:
     costs = Costs.of([0.05], {}, {"drafter": cost})
-    adaptive = AdaptiveGamma(costs, ThroughputEstimate(), kind="drafter", max_new=TOKENS)
+    adaptive = AdaptiveGamma(costs, kind="drafter", max_new=TOKENS)
+    AdaptiveGamma(costs, rival=adaptive)
     adaptive.begin(PROMPT, PROMPT)
     assert adaptive.never_drafts is never and not adaptive.continues([])
     adaptive._throughput.gain = 1000.0
