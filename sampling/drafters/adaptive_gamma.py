@@ -69,7 +69,7 @@ class AdaptiveGamma:
         *,
         block: int = 1,
         kind: str = "",
-        max_new: int | None = None,
+        max_new: float = inf,
         rival: "AdaptiveGamma | None" = None,
     ) -> None:
         self._rival, self._shares = rival, rival is not None
@@ -117,8 +117,6 @@ class AdaptiveGamma:
         """Whether reading the prompt costs more than drafts can save in the longest run, or more than they may lose,
         which gains of another drafter may pay for.
         """
-        if self._max_new is None:
-            return False
         most = self._max_new  # drafts save less than a decode step per token
         return self._reading >= most or (not self._shares and self._reading > LOSS * (self._prefill + most))
 
@@ -140,7 +138,7 @@ class AdaptiveGamma:
     @property
     def _spare(self) -> float:
         """Decode steps that drafts may lose now."""
-        if self._max_new is None:
+        if self._max_new == inf:
             return inf
         made = max(self._made, min(EXPECTED_TOKENS, self._max_new))
         return LOSS * (self._prefill + made) + self._throughput.gain
@@ -187,8 +185,7 @@ class AdaptiveGamma:
         # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
         cautious, certain = 0.0, self.probability(ANY)
-        left = inf if self._max_new is None else max(1, self._max_new - self._made)
-        reading, spare = self._reading, self._spare
+        left, reading, spare = max(1, self._max_new - self._made), self._reading, self._spare
         values = [0.0]
         for count, bucket in enumerate(buckets, start=1):
             reached *= self.probability(bucket)
