@@ -36,7 +36,7 @@ from utils.models.sources import (
 from utils.text import Count, byte_size
 
 CHANGED = "{} has changed since it was loaded: load the model again (/load)."
-FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the same names in GGUF files
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from utils.files import file_state, has_changed, user_folder
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
 from utils.models.checkpoints import load_tokenizer
-from utils.models.file_model import CHANGED, check_tensor, empty_model, finish, layer_linears
+from utils.models.file_model import CHANGED, FORMATS, check_tensor, empty_model, finish, layer_linears
 from utils.models.gguf_header import read_config
 from utils.models.load_errors import explained_errors, quiet
 from utils.models.memory import Placement, check_free, plan_memory
@@ -57,7 +57,6 @@ from utils.text import byte_size
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 UNPACKED_BYTES = 1 << 21  # of a file that are unpacked at once, so that they stay in the processor's cache
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are number formats
 
 
 class Stored(NamedTuple):
@@ -110,7 +109,7 @@ class GgufBlocks(Mapping[str, BlockWeight]):
         if name in self:
             return self[name].dense()
         stored = self.index.tensors[name]
-        if (dtype := FLOATS.get(stored.kind)) is None:
+        if (dtype := FORMATS.get(stored.kind)) is None:
             whole = torch.from_numpy(dequantize(self.read(name), gguf.GGMLQuantizationType[stored.kind]))
         else:
             self._check()
@@ -385,21 +384,21 @@ class FileMatrix(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return FLOATS.get(self._kind, torch.float32).itemsize
+        return FORMATS.get(self._kind, torch.float32).itemsize
 
     @property
     def _kind(self) -> str:
         return self.blocks.index.tensors[self.name].kind
 
     def read(self) -> Tensor:
-        return self.stored().to(torch.float32, copy=self._kind in FLOATS)  # a copy of what is mapped
+        return self.stored().to(torch.float32, copy=self._kind in FORMATS)  # a copy of what is mapped
 
     def stored(self) -> Tensor:
         return self.blocks.matrix(self.name)
 
 
 class BlockRows:
-    """A `RowSource` in a GGUF file, not of a type in FLOATS. Its blocks are in memory, because files change."""
+    """A `RowSource` in a GGUF file, not of a type in FORMATS. Its blocks are in memory, because files change."""
 
     itemsize, dtype = torch.float32.itemsize, torch.float32
 
@@ -451,7 +450,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
             kinds = {f"{name}.weight": stored.kind for name, stored in loaded[2].index.tensors.items()}
             counts = Counter[str]()
             for name, part in loaded[0].named_parameters():
-                counts[kinds[name] if kinds.get(name) in FLOATS else "F32"] += part.numel()
+                counts[kinds[name] if kinds.get(name) in FORMATS else "F32"] += part.numel()
             plan_memory(replace(source, weight_counts=counts), "none", where, in_files=True)
         where.report(f"loading {source.name} (cpu, from the GGUF file, {byte_size(size)}) ...")
         return loaded
@@ -552,7 +551,7 @@ def _set_weights(model: PreTrainedModel, dense: Mapping[str, Tensor], blocks: Gg
 def _table(blocks: GgufBlocks, name: str, *, is_head: bool) -> nn.Parameter:
     """The weight of an embedding, or of an output head that is not tied."""
     matrix = FileMatrix(blocks, name)
-    if blocks.index.tensors[name].kind not in FLOATS:
+    if blocks.index.tensors[name].kind not in FORMATS:
         return nn.Parameter(RowTable(BlockRows(blocks, name)), requires_grad=False)
     if is_head:
         return with_placeholder(matrix.read(), matrix)
