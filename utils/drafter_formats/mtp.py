@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
 from utils.decode.features import final_norm, layer_count
-from utils.decode.kv_cache import new_cache
 from utils.decode.model_info import vocabulary_size
 from utils.drafter_formats.checkpoint import DrafterCheckpoint, JoinedExperts
 from utils.drafter_formats.eagle3 import load_exactly
@@ -58,10 +57,6 @@ class Mtp(StepwiseDrafter):
             # Its norm comes below, because the state before it is needed as well.
             self.layer = MtpLayer(config, layer_class, norm_class, 0, use_post_norm=False)
             self.norm = cast(Any, norm_class)(config.hidden_size, eps=config.rms_norm_eps)
-
-    def new_cache(self) -> Any:
-        # A sliding cache could not bring back what rejected drafts pushed out of its window.
-        return new_cache(self.config, keeps_all=True)
 
     def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
         embedded = self.embed_tokens(tokens).to(states.dtype)

@@ -55,7 +55,8 @@ class FeatureDrafter(nn.Module, ABC):
 
     def new_cache(self) -> Any:
         """Return an empty cache for one run. That of a stepwise drafter can forget its last n entries by `crop(-n)`."""
-        return new_cache(self.config)
+        # A sliding cache could not bring back what rejected drafts pushed out of its window.
+        return new_cache(self.config, keeps_all=True)
 
 
 class StepwiseDrafter(FeatureDrafter):
