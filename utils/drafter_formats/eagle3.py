@@ -390,19 +390,13 @@ class PEagle(BlockDrafter):
         self.network, self.mask_token, self.block_size = network, mask[1], block_size
         self.register_buffer("mask_hidden", mask[0].to(network.device, network.dtype))
         self.config, self.device, self.dtype = network.config, network.device, network.dtype
+        self.conventions = network.conventions
         self.target_layers, self.is_ambiguous = network.target_layers, network.is_ambiguous
         # No state is fed back, so where it would be taken from makes no difference.
         self.doubtful = tuple(flag for flag in network.doubtful if flag != "norm_output")
 
-    @property
-    def conventions(self) -> Conventions:
-        return self.network.conventions
-
-    @conventions.setter
-    def conventions(self, conventions: Conventions) -> None:
-        self.network.conventions = conventions
-
     def block_logits(self, features: Tensor, tokens: Tensor, first: int, cache: Any) -> Tensor:
+        self.network.conventions = self.conventions  # which may have been corrected
         unknown = self.block_size - 1
         features = torch.cat([features, self.mask_hidden.expand(unknown, -1)])
         tokens = torch.cat([tokens, tokens.new_full((unknown,), self.mask_token)])
