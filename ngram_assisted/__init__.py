@@ -4,6 +4,7 @@ from ngram_assisted.ngram_storage import STORAGES, NGramStorage, OneLevelNGramSt
 from ngram_assisted.text_drafters import (
     LongestMatch,
     MatchDrafter,
+    MatchIndex,
     NGramDrafter,
     SuffixAutomaton,
     ngram_assisted_speculative_generate,
@@ -13,6 +14,7 @@ __all__ = [
     "STORAGES",
     "LongestMatch",
     "MatchDrafter",
+    "MatchIndex",
     "NGramDrafter",
     "NGramStorage",
     "OneLevelNGramStorage",

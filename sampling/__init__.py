@@ -16,7 +16,7 @@ from sampling.drafters.adaptive_gamma import AdaptiveGamma
 from sampling.drafters.feature_sessions import FreeHead, HeadDrafter, HeadSession
 from sampling.drafters.model import ChainDrafter, ModelDrafter
 from sampling.speculative import speculative_generate, speculative_generate_encoder_decoder, speculative_steps
-from sampling.verification import RULES, Rule, choose_rule
+from sampling.verification import RULES, Rule, choose_rule, verify_block, verify_one_hot, verify_rejection
 from utils.decode.drafts import Draft, Drafter, Verified
 
 __all__ = [
@@ -41,4 +41,7 @@ __all__ = [
     "speculative_generate",
     "speculative_generate_encoder_decoder",
     "speculative_steps",
+    "verify_block",
+    "verify_one_hot",
+    "verify_rejection",
 ]
