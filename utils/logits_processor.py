@@ -8,7 +8,7 @@ has no float64).
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import ClassVar, Protocol
 
@@ -187,38 +187,6 @@ class GreedyProcessor:
 
 
 @dataclass(frozen=True, slots=True)
-class MultinomialProcessor:
-    """softmax(logits / temperature)."""
-
-    temperature: float
-    name: ClassVar[str] = "multinomial"
-
-    def __post_init__(self) -> None:
-        TEMPERATURE.check(self.temperature)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return _one_hot(logits) if self.temperature == 0 else _softmax(logits, self.temperature)
-
-
-@dataclass(frozen=True, slots=True)
-class TopKProcessor:
-    """Temperature, then the top_k most likely tokens (Fan et al. 2018)."""
-
-    temperature: float
-    top_k: int
-    name: ClassVar[str] = "topk"
-
-    def __post_init__(self) -> None:
-        TEMPERATURE.check(self.temperature)
-        WholeRange(1).check(self.top_k, "top-k")
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.temperature == 0:
-            return _one_hot(logits)
-        return _scatter(*top_k_probs(logits, self.temperature, self.top_k), logits)
-
-
-@dataclass(frozen=True, slots=True)
 class NucleusProcessor:
     """Temperature, then the fewest most likely tokens with a total of at least top_p (Holtzman et al. 2020)."""
 
@@ -240,6 +208,14 @@ class NucleusProcessor:
 
 
 @dataclass(frozen=True, slots=True)
+class MultinomialProcessor(NucleusProcessor):
+    """softmax(logits / temperature), which is a nucleus of mass 1."""
+
+    top_p: float = field(default=1, init=False, repr=False)
+    name: ClassVar[str] = "multinomial"
+
+
+@dataclass(frozen=True, slots=True)
 class TopKNucleusProcessor:
     """Temperature, then the top_k most likely tokens, then the nucleus of mass top_p among those."""
 
@@ -258,6 +234,14 @@ class TopKNucleusProcessor:
             return _one_hot(logits)
         probs, ids = top_k_probs(logits, self.temperature, self.top_k)
         return _scatter(probs if self.top_p == 1 else truncate_top_p(probs, self.top_p), ids, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKProcessor(TopKNucleusProcessor):
+    """Temperature, then the top_k most likely tokens (Fan et al. 2018)."""
+
+    top_p: float = field(default=1, init=False, repr=False)
+    name: ClassVar[str] = "topk"
 
 
 PROCESSORS: dict[str, Callable[..., LogitsProcessor]] = {
