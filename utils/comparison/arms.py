@@ -22,7 +22,7 @@ from utils.metrics.divergence import Cause, Divergence, TokenCandidate
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.pairs.pair import Pair
 from utils.prompts.conversation import Turns, conversation_messages, prompt_ids
-from utils.prompts.request_fields import SENT, request_messages
+from utils.prompts.request_fields import SENT
 from utils.servers.address import TARGET, ServerAddress, other_machine
 from utils.servers.client import ServerClient
 from utils.servers.connection import Connection, RequestFor
@@ -385,7 +385,7 @@ def request_maker(pair: Pair | None, text: str, settings: Settings, history: Tur
         raise UserError(NO_TEXT)
     processor = settings.processor
     fields = json.loads(settings.request or "{}")
-    messages = request_messages(conversation_messages(text, settings.system, history), fields)
+    messages = conversation_messages(text, settings.system, history, fields)
     further = {name: fields[name] for name in SENT if name in fields}
 
     def make(kind: ServerKind, server: ServerClient) -> ServerRequest:

@@ -18,7 +18,6 @@ from utils.decode.model_info import vocabulary_size
 from utils.decode.steps import matching_prefix
 from utils.errors import ContextOverflow, UserError
 from utils.models.load_errors import first_line
-from utils.prompts.request_fields import request_messages
 from utils.text import encodable
 
 ANSWER = "ANSWERMARK"  # a sample answer; letters only, so that no template trims or escapes it
@@ -125,8 +124,7 @@ def prompt_ids(
     """
     # Plain text also gets the tokens that the tokenizer adds, such as a first token.
     fields: dict[str, Any] = json.loads(request) if chat and request else {}
-    messages = conversation_messages(text, system, history) if chat else [{"role": "user", "content": encodable(text)}]
-    messages = request_messages(messages, fields) if fields else messages
+    messages = conversation_messages(text, system if chat else None, history if chat else (), fields)
     inputs = {"conversation": messages, **_template_options(tokenizer, fields)}
     names = () if special else _names_in(tokenizer, inputs)
     if not chat:
@@ -142,11 +140,15 @@ def prompt_ids(
     return list(ids)
 
 
-def conversation_messages(text: str, system: str | None, history: Sequence[Turn]) -> list[Message]:
-    """The whole conversation in the form that templates expect."""
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    messages = [*opening, *to_messages(history), {"role": "user", "content": text}]
-    return [message | {"content": encodable(message["content"])} for message in messages]
+def conversation_messages(
+    text: str, system: str | None, history: Sequence[Turn], fields: Mapping[str, Any]
+) -> list[Message]:
+    """The whole conversation in the form that templates expect. `fields` are the other fields of the request."""
+    earlier = fields.get("messages", ())
+    is_replaced = any(message["role"] == "system" for message in earlier)  # by the request's own system prompt
+    opening = [] if system is None or is_replaced else [{"role": "system", "content": encodable(system)}]
+    turns = [turn | {"content": encodable(turn["content"])} for turn in to_messages(history)]
+    return [*opening, *earlier, *turns, {"role": "user", "content": encodable(text), **fields.get("last", {})}]
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,14 +103,3 @@ def _text(message: Mapping[str, Any]) -> Any:
     if len(parts) < len(content):
         raise UserError("one of the messages has a part that is not text, such as an image.")
     return "".join(parts)
-
-
-def request_messages(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation that ends with a prompt, after the earlier messages of a request."""
-    *before, last = messages
-    earlier = list(fields.get("messages", ()))
-    if any(message["role"] == "system" for message in earlier):  # replaces that of the settings
-        before = [message for message in before if message["role"] != "system"]
-    opening = [message for message in before if message["role"] == "system"]
-    turns = [message for message in before if message["role"] != "system"]
-    return [*opening, *earlier, *turns, {**last, **fields.get("last", {})}]
