@@ -1,8 +1,8 @@
 """A process between this program and a server or a training that it has started. It ends it when this program is gone.
 
-`guard.py PIPE PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
-parent is gone, which closes the other end of the pipe. Then it ends the command and all processes that the command has
-started. So not even SIGKILL of the parent leaves a server behind. If the command ends on its own, its exit status is
+`guard.py PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
+parent is gone, which ends the standard input. Then it ends the command and all processes that the command has started.
+So not even SIGKILL of the parent leaves a server behind. If the command ends on its own, its exit status is
 written to the file STATUS. The folder of that file is removed if the parent is gone.
 """
 
@@ -25,7 +25,7 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def main() -> int:
-    pipe, parent, status, *command = sys.argv[1:]
+    parent, status, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(SET_SUBREAPER, 1)  # orphaned processes of the server become children of the guard
@@ -34,8 +34,8 @@ def main() -> int:
     orphaned = False
     try:
         while not orphaned:
-            # The end of the pipe makes it readable. A process that the parent has forked may keep it open.
-            orphaned = bool(select.select([int(pipe)], [], [], EVERY)[0]) or os.getppid() != int(parent)
+            # The end of the input makes it readable. A process that the parent has forked may keep it open.
+            orphaned = bool(select.select([sys.stdin], [], [], EVERY)[0]) or os.getppid() != int(parent)
             if server.poll() is not None and not os.path.exists(status):
                 end_all(server)
                 Path(f"{status}.new").write_text(str(exit_status(server)))

@@ -63,25 +63,20 @@ class GuardedProcess:
         self.command = tuple(command)
         self._status = log.with_suffix(".status")  # written when the server has ended on its own
         self._status.unlink(missing_ok=True)
-        read, self._write = os.pipe()
-        guarded = [sys.executable, "-P", str(GUARD), str(read), str(os.getpid()), str(self._status), *command]
+        guarded = [sys.executable, "-P", str(GUARD), str(os.getpid()), str(self._status), *command]
         try:
             with log.open("wb") as output:
                 # A separate session, so that Ctrl-C in the terminal does not reach the server.
                 self._guard = subprocess.Popen(
                     guarded,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(read,),
                     env=environment(),
                     start_new_session=True,
                 )
         except OSError as error:
-            os.close(self._write)
             raise UserError(f"{name} could not be started: {error.strerror}.") from error
-        finally:
-            os.close(read)
 
     @property
     def is_running(self) -> bool:
@@ -108,11 +103,9 @@ class GuardedProcess:
 
     def stop(self) -> None:
         """End the program and all processes that it has started. Does nothing the second time."""
-        if self._write < 0:
-            return
+        assert self._guard.stdin is not None
         self._guard.terminate()
-        os.close(self._write)
-        self._write = -1
+        self._guard.stdin.close()
         try:
             self._guard.wait(2 * GRACE)
         except subprocess.TimeoutExpired:  # the guard itself hangs
