@@ -1,8 +1,7 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich lays out lines and tables, termcolor colours streamed text; `open_console` decides for both about colours. rich
-only computes texts, because its buffer would keep interrupted output and print it a second time. Text of models and
-users is shown literally, without markup and control characters.
+rich only computes texts, because its buffer would keep interrupted output and print it a second time. `open_console`
+decides about colours. Text of models and users is shown literally, without markup and control characters.
 """
 
 import os
@@ -18,11 +17,12 @@ from typing import TextIO
 import psutil
 from rich.cells import cell_len as cell_len
 from rich.cells import set_cell_size
+from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from termcolor import ATTRIBUTES, colored
 
 from utils.screen import CLEAR_LINE
 from utils.text import Count, byte_size, visible
@@ -45,7 +45,7 @@ class Mark(Enum):
     TEXT = ""  # chosen by the model that writes the text
     ACCEPTED = "bold green"  # drafts that the target accepted; bold for eyes and screens without colours, too
     NAME = "bold"  # of a strategy
-    NOTE = "dark"  # other text of the program
+    NOTE = "dim"  # other text of the program
 
 
 MarkedPiece = tuple[str, Mark]
@@ -289,14 +289,8 @@ class Renderer:
         self._out.console.clear()
 
     def _paint(self, text: str, style: str) -> str:
-        """The text in a style of termcolor: attributes, and a colour at the end."""
-        if not self.colour or not style:
-            return text
-        *attributes, last = style.split()
-        # A flag, because termcolor would otherwise read environment variables and differ from rich.
-        if last in ATTRIBUTES:
-            return colored(text, attrs=[*attributes, last], force_color=True)
-        return colored(text, last, attrs=attributes, force_color=True)
+        """The text in a style of rich."""
+        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD) if self.colour else text
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
