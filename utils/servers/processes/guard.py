@@ -2,8 +2,9 @@
 
 `guard.py PARENT STATUS COMMAND ...` runs as a script. It starts the command and waits until SIGTERM arrives or the
 parent is gone, which ends the standard input. Then it ends the command and all processes that the command has started.
-So not even SIGKILL of the parent leaves a server behind. If the command ends on its own, its exit status is
-written to the file STATUS. The folder of that file is removed if the parent is gone.
+So not even SIGKILL of the parent leaves a server behind. The file STATUS.begun appears when the command runs. If the
+command ends on its own, its exit status is written to the file STATUS. The folder of these files is removed if the
+parent is gone.
 """
 
 import ctypes
@@ -33,6 +34,7 @@ def main() -> int:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)
     orphaned = False
     try:
+        Path(f"{status}.begun").touch()
         while not orphaned:
             # The end of the input makes it readable. A process that the parent has forked may keep it open.
             orphaned = bool(select.select([sys.stdin], [], [], EVERY)[0]) or os.getppid() != int(parent)

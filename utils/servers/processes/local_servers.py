@@ -62,7 +62,6 @@ class GuardedProcess:
         self.name, self.log = name, log
         self.command = tuple(command)
         self._status = log.with_suffix(".status")  # written when the server has ended on its own
-        self._status.unlink(missing_ok=True)
         guarded = [sys.executable, "-P", str(GUARD), str(os.getpid()), str(self._status), *command]
         try:
             with log.open("wb") as output:
@@ -84,22 +83,18 @@ class GuardedProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the program and to all processes that it has started, but not to its guard."""
-        for process in self._begun():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._guard.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def wait_for_program(self) -> None:
         """Wait until the guard has started the program, so that signals reach it.
 
         Before, its process is a copy of the guard. The guard waits for it, and SIGSTOP would stop both.
         """
-        while self.is_running and not any(_command(process) not in ([], self._guard.args) for process in self._begun()):
+        while self.is_running and not Path(f"{self._status}.begun").exists():
             time.sleep(SOON)
-
-    def _begun(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            return list(psutil.Process(self._guard.pid).children(recursive=True))
-        return []
 
     def stop(self) -> None:
         """End the program and all processes that it has started. Does nothing the second time."""
@@ -188,13 +183,6 @@ def start_server(name: str, launch: Launch, is_ready: Callable[[str], bool]) -> 
         server.stop()
         raise
     return server
-
-
-def _command(process: psutil.Process) -> list[str]:
-    """Its command line. It is empty while a program takes its place, and once it has ended."""
-    with suppress(psutil.NoSuchProcess):
-        return list(process.cmdline())
-    return []
 
 
 def _with_files(launch: Launch) -> Launch:
