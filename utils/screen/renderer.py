@@ -16,7 +16,6 @@ from typing import TextIO
 
 import psutil
 from rich.cells import cell_len as cell_len
-from rich.cells import set_cell_size
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
@@ -81,11 +80,9 @@ class ProgressLine:
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def show(self, text: str) -> None:
-        line, room = " ".join(text.split()), max(1, self._console.width - MARGIN)
-        if cell_len(line) > room:
-            line = set_cell_size(line, room)
+        line = Text(" ".join(text.split()), style="dim", end="", no_wrap=True, overflow="crop")
         self._is_shown = True
-        put(self._console, CLEAR_LINE + rendered(self._console, Text(line, style="dim", end="", no_wrap=True)))
+        put(self._console, CLEAR_LINE + rendered(self._console, line, self._console.width - MARGIN))
 
     def count(self, text: str) -> None:
         """Like `show`, but skips a text that follows the one before it too soon."""
