@@ -6,6 +6,7 @@ verified, after they were shortened to the rest of the answer; `draft_n_accepted
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, ClassVar
 
 from utils.servers.kinds.completion import (
@@ -17,7 +18,7 @@ from utils.servers.kinds.completion import (
     ServerCompletion,
     ServerRequest,
 )
-from utils.servers.kinds.server_kind import ServerKind, ServerReader, growth, tokenized, with_positions
+from utils.servers.kinds.server_kind import ODD_FIGURES, ServerKind, ServerReader, growth, tokenized, with_positions
 
 GENERATED = "tokens_predicted"
 LARGEST_SEED = 2**32 - 1  # a random seed
@@ -85,10 +86,13 @@ class LlamaCppKind(ServerKind):
         finish = FINISH.get(event.get("stop_type", ""), "stop")
         return Piece(event["content"], ids, finish, event.get("tokens_evaluated"), event["tokens_predicted"])
 
-    def decode_rate(self, figures: Mapping[str, Any]) -> float | None:
+    def own_rate(self, figures: Mapping[str, Any]) -> float | None:
         """Its clock starts at the first token."""
-        rate: float = 1000 * (figures["timings"]["predicted_n"] - 1) / figures["timings"]["predicted_ms"]
-        return rate
+        try:
+            rate: float = 1000 * (figures["timings"]["predicted_n"] - 1) / figures["timings"]["predicted_ms"]
+            return rate if 0 < rate < inf else None
+        except ODD_FIGURES:
+            return None
 
     def drafts(self, completion: ServerCompletion, before: Counters, after: Counters) -> ServerAcceptance | None:
         """The answer's own timings. Verify passes and positions come from the counters if those grew by the same

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, ClassVar, Protocol
 
 from utils.errors import UserError
@@ -147,14 +147,6 @@ class ServerKind:
 
     def own_rate(self, figures: Mapping[str, Any]) -> float | None:
         """Tokens after the first one per second, by the server's own clock, or None if unknown or impossible."""
-        try:
-            rate = self.decode_rate(figures)
-            return rate if rate is None or 0 < rate < inf else None
-        except ODD_FIGURES:
-            return None
-
-    def decode_rate(self, figures: Mapping[str, Any]) -> float | None:
-        """As `own_rate`, as reported. May raise ODD_FIGURES."""
         return None
 
     def counters(self, server: ServerReader) -> Counters:
