@@ -30,15 +30,14 @@ def read_text(path: Path, what: str = "") -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
-        if len(data) > MAX_TEXT_BYTES:
-            raise UserError(f"{name} is larger than {MAX_TEXT_BYTES // 1_000_000} MB: use a smaller file.")
+    except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
+        raise UserError(f"{name} cannot be read: {os_reason(error)}.") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise UserError(f"{name} is larger than {MAX_TEXT_BYTES // 1_000_000} MB: use a smaller file.")
+    try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{name} cannot be read: it is not UTF-8 text.") from error
-    except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name} cannot be read: {os_reason(error)}.") from error
 
 
 def os_reason(error: Exception) -> str:
