@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from io import StringIO, TextIOWrapper
 from typing import TextIO
 
@@ -19,9 +18,10 @@ from rich.cells import cell_len as cell_len
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as Text
 
 from utils.screen import CLEAR_LINE
 from utils.text import Count, byte_size, visible
@@ -38,16 +38,10 @@ GAPS = (2, 1)  # columns between two cells of a report: wide if there is room, o
 KEPT = 50_000  # pieces of text that are kept for the page
 
 
-class Mark(Enum):
-    """The origin of a piece of text. The value is its style."""
-
-    TEXT = ""  # chosen by the model that writes the text
-    ACCEPTED = "bold green"  # drafts that the target accepted; bold for eyes and screens without colours, too
-    NAME = "bold"  # of a strategy
-    NOTE = "dim"  # other text of the program
-
-
-MarkedPiece = tuple[str, Mark]
+# Styles of text that the writing model has not chosen itself.
+ACCEPTED = "bold green"  # drafts that the target accepted; bold for eyes and screens without colours, too
+NAME = "bold"  # of a strategy
+NOTE = "dim"  # other text of the program
 ColouredPiece = tuple[str, str]
 
 
@@ -182,14 +176,15 @@ class Renderer:
         console.print(Text.from_ansi("".join(self._kept)))
         return console.export_html()
 
-    def stream(self, pieces: Iterable[MarkedPiece], *, kept: bool = True) -> None:
-        """Pieces of growing text, written immediately. Marks become colours, if there are any."""
-        self._out.write("".join(self._paint(visible(text), mark.value) for text, mark in pieces), kept=kept)
+    def stream(self, text: Text, *, kept: bool = True) -> None:
+        """A part of growing text, written immediately. Styles become colours, if there are any."""
+        segments = Segment.simplify(text.render(self._out.console))
+        self._out.write("".join(self._paint(visible(part), style or "") for part, style, _ in segments), kept=kept)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
         if self.colour and not self._has_explained:
-            self.remark(f"{Mark.ACCEPTED.value}: drafts that the target accepted")
+            self.remark(f"{ACCEPTED}: drafts that the target accepted")
             self._has_explained = True
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
@@ -285,9 +280,10 @@ class Renderer:
         self.end_progress()
         self._out.console.clear()
 
-    def _paint(self, text: str, style: str) -> str:
-        """The text in a style of rich."""
-        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD) if self.colour else text
+    def _paint(self, text: str, style: str | Style) -> str:
+        if not self.colour:
+            return text
+        return self._out.console.get_style(style).render(text, color_system=ColorSystem.STANDARD)
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:

@@ -1,13 +1,11 @@
 """Shows one run as it progresses, the comparison of finished runs, and the findings of a report.
 
 A character may need several tokens, and a line several words. So tokens become text first, which is wrapped between
-words as it grows; each piece keeps its mark, such as that of an accepted draft.
+words as it grows; its parts keep their styles, such as that of an accepted draft.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
@@ -18,7 +16,7 @@ from utils.config.settings import Settings
 from utils.decode.steps import Step
 from utils.metrics.divergence import Divergence
 from utils.metrics.results import DraftTrace, RoundTiming, first_difference
-from utils.screen.renderer import NOISE, ColouredPiece, Mark, MarkedPiece, Renderer, cell_len
+from utils.screen.renderer import ACCEPTED, NAME, NOISE, NOTE, ColouredPiece, Renderer, Text, cell_len
 from utils.servers.kinds.completion import Piece
 from utils.text import TextStream, count_of, token_piece, visible
 
@@ -87,9 +85,9 @@ class RunView:
         self._shows_rounds, self._rounds = level != "off", 0  # how many are on the screen
         # With /debug full the drafts of each strategy are worth a look, even if the texts are equal.
         self._in_full = level == "full" or not self._earlier
-        self._text = MarkedStream(prompt.tokenizer) if is_local else None
+        self._stream = MarkedStream(prompt.tokenizer) if is_local else None
         self._lines = WrappedText(prompt.renderer.stream_width)
-        self._pieces: list[MarkedPiece] = []
+        self._text = Text()
         self._tokens = self._characters = 0
         if self.is_long:
             self._renderer.title(arm.title, arm.colour)
@@ -108,32 +106,32 @@ class RunView:
         self._renderer.end_progress()
         if not self.is_long:
             self._renderer.title(self.arm.title, self.arm.colour)
-        elif self._pieces and not self._shows_rounds:
-            self._write([], kept=self._text is not None)
+        elif self._text and not self._shows_rounds:
+            self._write(Text(), kept=self._stream is not None)
 
     def reading(self, done: int, total: int) -> None:
         self._renderer.step(f"{self.arm.name}: reading the prompt, {done:,} of {total:,} tokens")
 
     def step(self, step: Step, timing: RoundTiming, traces: Sequence[DraftTrace] = ()) -> None:
-        assert self._text is not None
+        assert self._stream is not None
         self._tokens += len(step.tokens)
-        pieces = self._text.add(step)
-        self._pieces += pieces
+        text = self._stream.add(step)
+        self._text.append_text(text)
         if self._shows_rounds:
             self._rounds += 1
             tokenizer = self._prompt.tokenizer
             show_round(self._renderer, self._rounds, step, tokenizer, timing=timing, traces=traces)
         elif self._in_full:
-            self._renderer.stream(self._lines.add(pieces))
+            self._renderer.stream(self._lines.add(text))
         else:
             self._count(f"{self._tokens}/{self._prompt.settings.length} tokens ...")
 
     def piece(self, piece: Piece) -> None:
         self._characters += len(piece.text)
-        pieces = [(visible(piece.text), Mark.TEXT)]
-        self._pieces += pieces
+        text = Text(visible(piece.text))
+        self._text.append_text(text)
         if self._in_full:
-            self._renderer.stream(self._lines.add(pieces), kept=False)  # they may contain the server's key
+            self._renderer.stream(self._lines.add(text), kept=False)  # it may contain the server's key
         else:
             self._count(f"{count_of(self._characters, 'character')} ...")
 
@@ -143,55 +141,54 @@ class RunView:
     def end(self, run: Run) -> None:
         """Show the rest of the text, or the difference, and the figures of the finished run."""
         self._renderer.end_progress()
-        rest = [] if self._text is None else self._text.end()
-        self._pieces += rest
+        rest = Text() if self._stream is None else self._stream.end()
+        self._text.append_text(rest)
         if self._in_full:
-            self._end_in_full(run, self._pieces if self._shows_rounds else rest)
+            self._end_in_full(run, self._text if self._shows_rounds else rest)
         else:
             self._show_difference(run)
         if self.is_long:
             self._renderer.remark(figures_line(run, self._prompt.settings.length))
         self._prompt.shown.append(run)
 
-    def _end_in_full(self, run: Run, rest: Sequence[MarkedPiece]) -> None:
+    def _end_in_full(self, run: Run, rest: Text) -> None:
         if not run.is_local:
             self._renderer.keep(run.text)
         self._write(rest, kept=run.is_local)
-        if not plain_text(self._pieces).strip():
+        if not self._text.plain.strip():
             tokens = "" if run.new_tokens is None else f", {count_of(run.new_tokens, 'token')}"
             self._renderer.remark(f"(no visible text{tokens})")
-        self._explain_marks(self._pieces)
+        self._explain_marks(self._text)
 
     def _show_difference(self, run: Run) -> None:
         """Show one line if the text is already on the screen, otherwise the text from the first difference on."""
-        if not run.is_local:  # its pieces may contain the server's key
-            self._pieces = [(visible(run.text), Mark.TEXT)]
+        if not run.is_local:  # what has arrived may contain the server's key
+            self._text = Text(visible(run.text))
         other, sentence = relation(run, self._earlier)
         ended, other_ended = (ending(one, self._prompt.settings.length) for one in (run, other))
-        ours, theirs = plain_text(self._pieces), visible(other.text)
+        ours, theirs = self._text.plain, visible(other.text)
         if not sentence.endswith(":"):
             self._write(self._named(sentence + (f" ({ended})" if ended and ended != other_ended else "")))
         elif ours == theirs:
             self._write(self._named(sentence.removesuffix(":") + ", but the text reads the same"))
         else:
             first = start_of_context(ours, first_difference(ours, theirs) or 0)
-            shown = from_character(self._pieces, first)
-            self._write([*self._named(f"{sentence} {'... ' if first else ''}"), *shown])
+            shown = self._text[first:]
+            self._write(self._named(f"{sentence} {'... ' if first else ''}") + shown)
             if ended and ended != other_ended:
                 self._renderer.remark(ended)
             self._explain_marks(shown)
 
-    def _named(self, sentence: str) -> list[MarkedPiece]:
-        """Write a sentence about the run, after its title if that is not on the screen yet."""
-        title = [] if self.is_long else [(f"{self.arm.title} ", Mark.NAME)]
-        return [*title, (sentence, Mark.NOTE)]
+    def _named(self, sentence: str) -> Text:
+        """A sentence about the run, after its title if that is not on the screen yet."""
+        return Text.assemble(("" if self.is_long else f"{self.arm.title} ", NAME), (sentence, NOTE))
 
-    def _write(self, pieces: Sequence[MarkedPiece], *, kept: bool = True) -> None:
-        self._renderer.stream(merged([*self._lines.add(pieces), *self._lines.end()]), kept=kept)
+    def _write(self, text: Text, *, kept: bool = True) -> None:
+        self._renderer.stream(self._lines.add(text) + self._lines.end(), kept=kept)
         self._renderer.newline()
 
-    def _explain_marks(self, pieces: Sequence[MarkedPiece]) -> None:
-        if any(mark is Mark.ACCEPTED for _, mark in pieces):
+    def _explain_marks(self, text: Text) -> None:
+        if any(span.style == ACCEPTED for span in text.spans):
             self._renderer.explain_marks()
 
 
@@ -308,50 +305,31 @@ def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding],
         renderer.data(attachment)
 
 
-def merged(pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
-    """The same text in as few pieces as possible."""
-    groups = groupby((piece for piece in pieces if piece[0]), key=itemgetter(1))
-    return [("".join(text for text, _ in group), mark) for mark, group in groups]
-
-
-def plain_text(pieces: Iterable[MarkedPiece]) -> str:
-    return "".join(text for text, _ in pieces)
-
-
-def from_character(pieces: Iterable[MarkedPiece], start: int) -> list[MarkedPiece]:
-    """The pieces of a text from this character on."""
-    rest = []
-    for text, mark in pieces:
-        rest.append((text[start:], mark))
-        start = max(0, start - len(text))
-    return merged(rest)
-
-
 class MarkedStream:
-    """The pieces that the steps of a run complete, safe to show. Together they are the text of its tokens."""
+    """The text that the steps of a run complete, safe to show, with the style of accepted drafts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._text = TextStream(tokenizer)
-        self._mark = Mark.ACCEPTED  # unless a token of the held-back text was not accepted
+        self._style = ACCEPTED  # unless a token of the held-back text was not accepted
 
-    def add(self, step: Step) -> list[MarkedPiece]:
+    def add(self, step: Step) -> Text:
         """The text that a step completes. A character of several tokens counts as a draft only if all of them are
         drafts.
         """
-        pieces = []
+        completed = Text()
         for index, token in enumerate(step.tokens):
-            self._mark = self._mark if index < step.accepted else Mark.TEXT
+            self._style = self._style if index < step.accepted else ""
             if text := self._text.add((token,)):
-                pieces += self._piece(text)
-        return merged(pieces)
+                completed.append_text(self._styled(text))
+        return completed
 
-    def end(self) -> list[MarkedPiece]:
+    def end(self) -> Text:
         """The rest of the text, incomplete characters included."""
-        return self._piece(rest) if (rest := self._text.end()) else []
+        return self._styled(self._text.end())
 
-    def _piece(self, text: str) -> list[MarkedPiece]:
-        mark, self._mark = self._mark, Mark.ACCEPTED
-        return [(visible(text), mark)]
+    def _styled(self, text: str) -> Text:
+        style, self._style = self._style, ACCEPTED
+        return Text.assemble((visible(text), style))
 
 
 class WrappedText:
@@ -364,43 +342,39 @@ class WrappedText:
     def __init__(self, width: int | None) -> None:
         self._width = width
         self._column = 0
-        self._gap: list[MarkedPiece] = []
-        self._word: list[MarkedPiece] = []
+        self._gap, self._word = Text(), Text()
 
-    def add(self, pieces: Iterable[MarkedPiece]) -> list[MarkedPiece]:
+    def add(self, text: Text) -> Text:
         """The text that can be shown now."""
-        if self._width is None:
-            return merged(pieces)
-        shown: list[MarkedPiece] = []
-        for text, mark in pieces:
-            for character in text:
-                self._add(character, mark, shown)
-        return merged(shown)
+        if self._width is None or not text:
+            return text
+        shown = Text()
+        for character in text.divide(range(1, len(text))):
+            shown.append_text(self._add(character, self._width))
+        return shown
 
-    def _add(self, character: str, mark: Mark, shown: list[MarkedPiece]) -> None:
-        assert self._width is not None
-        if character == "\n":
-            shown += [*self.end(), (character, mark)]
-            self._column = 0
-        elif character in " \t":
-            shown += self.end() if self._word else []
-            self._gap.append((character, mark))
-        else:
-            # A wide character ends the word before it and is a word of its own.
-            wide = cell_len(character) > 1
-            shown += self.end() if wide and self._word else []
-            self._word.append((character, mark))
-            # A word as wide as the line is shown at once, because no other line could hold it.
-            shown += self.end() if wide or cell_len(plain_text(self._word)) >= self._width else []
+    def _add(self, character: Text, width: int) -> Text:
+        if character.plain == "\n":
+            shown, self._column = self.end() + character, 0
+            return shown
+        if character.plain in " \t":
+            shown = self.end() if self._word else Text()
+            self._gap.append_text(character)
+            return shown
+        # A wide character ends the word before it and is a word of its own.
+        wide = character.cell_len > 1
+        shown = self.end() if wide and self._word else Text()
+        self._word.append_text(character)
+        # A word as wide as the line is shown at once, because no other line could hold it.
+        return shown + self.end() if wide or self._word.cell_len >= width else shown
 
-    def end(self) -> list[MarkedPiece]:
+    def end(self) -> Text:
         """The text that was held back."""
-        gap, word, self._gap, self._word = self._gap, self._word, [], []
-        word_size = cell_len(plain_text(word))
-        size = cell_len(plain_text(gap).expandtabs()) + word_size
+        gap, word, self._gap, self._word = self._gap, self._word, Text(), Text()
+        size = cell_len(gap.plain.expandtabs()) + word.cell_len
         # The gap is dropped where the line breaks.
         if word and self._column and self._width is not None and self._column + size > self._width:
-            self._column = word_size
-            return merged([("\n", Mark.TEXT), *word])
+            self._column = word.cell_len
+            return Text("\n") + word
         self._column += size
-        return merged([*gap, *word])
+        return gap + word

@@ -13,7 +13,7 @@ from utils.decode.steps import Step
 from utils.metrics.results import RoundTiming
 from utils.prompts.conversation import prompt_ids
 from utils.repl.repl_session import ReplSession, Verdict
-from utils.screen.renderer import Mark
+from utils.screen.renderer import Text
 from utils.screen.run_view import show_round
 
 FIELDS = {
@@ -176,9 +176,9 @@ def test_plain_output_and_model_text_contain_no_escape_sequences(view: Screen) -
     session = open_session(view)
     session.handle("Hello")
     assert "\x1b" not in view.take()[0]
-    view.renderer.stream([("\x1b[2J\x07[bold]", Mark.TEXT)])
+    view.renderer.stream(Text("\x1b[2J\x7f[bold]"))
     view.renderer.error("\x1b[31m[red]x")
-    assert view.take() == ("\u241b[2J\u2407[bold]", "\u241b[31m[red]x\n")
+    assert view.take() == ("\u241b[2J\u2421[bold]", "\u241b[31m[red]x\n")
 
 
 def test_typed_escapes_are_newline_and_tab_and_quotes_send_text_unchanged(view: Screen, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A session survives Ctrl-C, strategies that fail, a lack of memory, and unusable prompts and files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.repl import repl_session
 from utils.repl.repl_session import OUT_OF_MEMORY, Verdict
-from utils.screen.renderer import MarkedPiece
-from utils.screen.run_view import plain_text
+from utils.screen.renderer import Text
 
 
 def interrupting(job: Job) -> Iterator[Step]:
@@ -111,8 +110,8 @@ def test_an_interrupt_while_a_run_is_shown_keeps_its_result(
     file = tmp_path / "runs.jsonl"
     session = open_session(view, records=file)
 
-    def stream(pieces: Sequence[MarkedPiece], **options: bool) -> None:
-        if "= same text" in plain_text(pieces):
+    def stream(text: Text, **options: bool) -> None:
+        if "= same text" in text.plain:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(view.renderer, "stream", stream)

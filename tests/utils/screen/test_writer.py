@@ -12,7 +12,7 @@ from terminal import Terminal
 
 from utils.repl.loaded_pair import BackgroundTask
 from utils.repl.repl_session import Verdict
-from utils.screen.renderer import Mark, Renderer, make_renderer
+from utils.screen.renderer import ACCEPTED, Renderer, Text, make_renderer
 from utils.text import Count
 
 LONG_CELL = "a cell with many words, " * 10
@@ -69,7 +69,7 @@ def test_progress_is_one_line_that_the_next_output_replaces() -> None:
 def test_results_clear_the_progress_line_of_the_messages() -> None:
     view = screen(colour=True)
     view.renderer.progress("working")
-    view.renderer.stream([("text", Mark.ACCEPTED)])
+    view.renderer.stream(Text.assemble(("text", ACCEPTED)))
     assert Terminal(view.messages.getvalue()).lines == [""]
 
 
