@@ -117,15 +117,13 @@ class ServerList:
         """Use these servers from now on. Those that stay keep their connections, and other local ones are ended."""
         before, self.connections = self.connections, {}
         for address in addresses:
-            known = before.get(address.name)
-            if known is None or known.address != address:
-                known = Connection(address, None if known is None else known.local)
-            self.connections[address.name] = known
-        for name, connection in before.items():
-            if name not in self.connections:
-                connection.end()
-            elif self.connections[name] is not connection:
+            connection = before.pop(address.name, None) or Connection(address)
+            if connection.address != address:
                 connection.close()
+                connection.address = address
+            self.connections[address.name] = connection
+        for connection in before.values():
+            connection.end()
         self.other_texts = {name: texts for name, texts in self.other_texts.items() if name in self.connections}
 
     def note_text(self, name: str, prompt: str, same: bool | None) -> None:
