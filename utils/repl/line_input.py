@@ -9,6 +9,7 @@ import atexit
 import os
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,14 +33,9 @@ from utils.files import PRIVATE_FILE, user_folder
 from utils.repl.status import SEPARATOR
 from utils.text import QUOTES, quoted_text
 
-try:
-    import termios
-except ImportError:  # not on Windows
-    termios = None  # type: ignore[assignment]
-
 PRIVATE_FOLDER = 0o700
-# Signals that end the program without running `finally` blocks. Windows lacks some of them.
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+# Signals that end the program without running `finally` blocks.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class SlashCompleter(Completer):
@@ -217,7 +213,7 @@ def quiet_keyboard() -> Iterator[None]:
     try:
         keyboard = sys.stdin.fileno()
         echoes = termios.tcgetattr(keyboard)[3] & termios.ECHO
-    except (AttributeError, OSError, ValueError, getattr(termios, "error", OSError)):
+    except (AttributeError, OSError, ValueError, termios.error):
         echoes = 0
     if not echoes:
         yield

@@ -57,8 +57,6 @@ class GuardedProcess:
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start the command. Raises UserError if that is not possible here."""
-        if os.name != "posix":
-            raise UserError(f"{name} can be started on Linux and macOS only.")
         self.name, self.log = name, log
         self.command = tuple(command)
         self._status = log.with_suffix(".status")  # written when the server has ended on its own
