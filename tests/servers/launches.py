@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from utils.servers.processes.local_servers import LocalServer, start_server
+from utils.servers.processes.local_servers import LocalServer
 from utils.servers.processes.programs import Launch
 
 FAKE = Path(__file__).parent / "fake_program.py"
@@ -25,13 +25,10 @@ def fake_program(folder: Path, behaviour: str = "serve", name: str = "llama-serv
 
 def started(name: str, launch: Launch) -> LocalServer:
     """A server that has started."""
-    lines = start_server(name, launch, is_ready)
-    while True:
-        try:
-            next(lines)
-        except StopIteration as end:
-            assert isinstance(end.value, LocalServer)
-            return end.value
+    server = LocalServer(name, launch)
+    for _ in server.wait_until_ready(is_ready):
+        pass
+    return server
 
 
 def is_ready(url: str) -> bool:

@@ -16,7 +16,7 @@ from utils.errors import UserError
 from utils.servers.address import ServerAddress, without_server
 from utils.servers.connection import ServerList
 from utils.servers.processes import local_servers
-from utils.servers.processes.local_servers import LocalServer, start_server
+from utils.servers.processes.local_servers import LocalServer
 from utils.servers.processes.programs import Launch
 
 SESSION = """
@@ -72,7 +72,7 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("ending", ["Ctrl-C", "closed"])
 def test_ctrl_c_while_a_server_starts_ends_it(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_servers, "COUNT", 0.05)
-    before, lines = family(), start_server("one", launch(tmp_path, "never"), is_ready)
+    before, lines = family(), ServerList().start(ServerAddress("one", "http://127.0.0.1:1"), launch(tmp_path, "never"))
     assert next(lines).startswith("starting one: llama.cpp")
     while len(begun := family() - before) < 2:  # the guard and the server
         assert next(lines) == "starting one: 0 s"
@@ -88,7 +88,6 @@ def test_another_server_on_the_port_is_not_taken_for_the_started_one(tmp_path: P
     server = LocalServer("one", launch(tmp_path, "fail"))
     with pytest.raises(UserError, match="ended with status 3"):
         list(server.wait_until_ready(lambda url: bool(server.ending(wait=9))))  # something answers once it has ended
-    server.stop()
 
 
 def test_a_server_that_has_died_can_be_started_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from utils.servers.kinds import recognise
 from utils.servers.kinds.completion import Piece, ServerCompletion, ServerRequest
 from utils.servers.kinds.server_kind import ServerError, ServerKind, own_tokens
 from utils.servers.processes.flags import Speculation
-from utils.servers.processes.local_servers import ENDING_SECONDS, LocalServer, start_server
+from utils.servers.processes.local_servers import ENDING_SECONDS, LocalServer
 from utils.servers.processes.programs import Launch
 
 PATIENCE = 5.0  # seconds for one answer while a server starts
@@ -137,9 +137,11 @@ class ServerList:
     def start(self, address: ServerAddress, launch: Launch) -> Iterator[str]:
         """Start a local server and use it from now on. Yields progress. `address` has everything but the URL.
 
-        Raises UserError as start_server does.
+        Raises UserError if it cannot be started or does not get ready.
         """
-        local = yield from start_server(address.name, launch, answers)
+        yield f"starting {address.name}: {launch.kind}, {launch.model} ..."
+        local = LocalServer(address.name, launch)
+        yield from local.wait_until_ready(answers)
         self.connections[address.name] = Connection(replace(address, url=local.url), local)
 
     def restart(self, name: str, launch: Launch) -> Iterator[str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -150,37 +150,25 @@ class LocalServer(GuardedProcess):
         """Wait until the server is ready. Yields a line of progress every second.
 
         `is_ready` sends a request to the server at a URL. Raises UserError, with the end of its log, if it exits or
-        takes too long.
+        takes too long. The server ends after any error, Ctrl-C, or if the generator is closed before it is ready.
         """
         start = reported = time.monotonic()
-        while True:
-            ready, now = is_ready(self.url), time.monotonic()
-            if not self.is_running:  # if it seems ready, another program answers on its port
-                raise UserError(self.ending())
-            if ready:
-                return
-            if now - start > READY_SECONDS:
-                raise UserError(f"{self.name} was not ready after {READY_SECONDS:.0f} s. {self.last_words()}")
-            if now - reported >= COUNT:
-                reported = now
-                yield Count(f"starting {self.name}: {now - start:.0f} s")
-            time.sleep(POLL)
-
-
-def start_server(name: str, launch: Launch, is_ready: Callable[[str], bool]) -> Generator[str, None, LocalServer]:
-    """Start a server and wait until it is ready. Yields progress.
-
-    Raises UserError if it cannot be started or does not get ready. The server ends if the generator is closed or Ctrl-C
-    comes before it is ready.
-    """
-    yield f"starting {name}: {launch.kind}, {launch.model} ..."
-    server = LocalServer(name, launch)
-    try:
-        yield from server.wait_until_ready(is_ready)
-    except BaseException:
-        server.stop()
-        raise
-    return server
+        try:
+            while True:
+                ready, now = is_ready(self.url), time.monotonic()
+                if not self.is_running:  # if it seems ready, another program answers on its port
+                    raise UserError(self.ending())
+                if ready:
+                    return
+                if now - start > READY_SECONDS:
+                    raise UserError(f"{self.name} was not ready after {READY_SECONDS:.0f} s. {self.last_words()}")
+                if now - reported >= COUNT:
+                    reported = now
+                    yield Count(f"starting {self.name}: {now - start:.0f} s")
+                time.sleep(POLL)
+        except BaseException:
+            self.stop()
+            raise
 
 
 def _with_files(launch: Launch) -> Launch:
