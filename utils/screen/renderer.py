@@ -178,8 +178,10 @@ class Renderer:
 
     def stream(self, text: Text, *, kept: bool = True) -> None:
         """A part of growing text, written immediately. Styles become colours, if there are any."""
+        colours, plain = ColorSystem.STANDARD if self.colour else None, Style.null()
         segments = Segment.simplify(text.render(self._out.console))
-        self._out.write("".join(self._paint(visible(part), style or "") for part, style, _ in segments), kept=kept)
+        shown = ((style or plain).render(visible(part), color_system=colours) for part, style, _ in segments)
+        self._out.write("".join(shown), kept=kept)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""
@@ -189,15 +191,14 @@ class Renderer:
 
     def pieces(self, start: str, pieces: Iterable[ColouredPiece]) -> None:
         """Coloured pieces on as many lines as the terminal needs. Pieces are not broken."""
-        room, used = self.stream_width, cell_len(start)
-        text = start
+        room, used, text = self.stream_width, cell_len(start), Text(start)
         for piece, colour in pieces:
             size = 1 + cell_len(piece)
             # An empty line is never broken: a piece longer than a line is written all the same.
             if room is not None and used > len(start) and used + size > room:
                 text, used = text + "\n" + " " * len(start), len(start)
-            text, used = text + " " + self._paint(piece, colour), used + size
-        self._out.write(text + "\n")  # not wrapped again
+            text, used = text.append(" ").append(piece, colour), used + size
+        self.stream(text.append("\n"))
 
     def remark(self, text: str) -> None:
         self._out.line(text, "dim")
@@ -279,11 +280,6 @@ class Renderer:
     def clear(self) -> None:
         self.end_progress()
         self._out.console.clear()
-
-    def _paint(self, text: str, style: str | Style) -> str:
-        if not self.colour:
-            return text
-        return self._out.console.get_style(style).render(text, color_system=ColorSystem.STANDARD)
 
 
 def make_renderer(*, interactive: bool, plain: bool = False) -> Renderer:
