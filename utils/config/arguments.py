@@ -23,7 +23,7 @@ from utils.errors import UserError, check_choice, naming
 from utils.files import read_text, user_folder
 from utils.pairs.request import OPTIONS as FLAGS
 from utils.pairs.request import PAIRS, PUBLISHED, PairSpec, check_field
-from utils.servers.address import OPTIONS, ServerAddress, merged, parse_server_flag, server_address
+from utils.servers.address import OPTIONS, ServerAddress, checked, parse_server_flag, server_address
 from utils.text import visible
 
 ENTRIES = ("pair", "pairs", "servers", "settings", *FLAGS)
@@ -149,7 +149,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments.config = config
     try:
         given = [parse_server_flag(text, number) for number, text in enumerate(arguments.server, start=1)]
-        arguments.servers = merged(config.servers, given)
+        # Flags replace servers of the same name in the config file.
+        names = [address.name for address in given]
+        arguments.servers = checked([*(one for one in config.servers if one.name not in names), *given])
     except UserError as error:
         parser.error(f"--server: {error}")
     arguments.servers_only = bool(given) and not (arguments.pair or arguments.target or arguments.drafter)

@@ -243,15 +243,6 @@ def may_hold_key(line: str) -> bool:
     return any(value not in os.environ for value in SECRET.findall(line))
 
 
-def merged(configured: Sequence[ServerAddress], given: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
-    """The servers of the config file and of the flags. Flags replace servers of the same name.
-
-    Raises UserError for two flags of the same name and for a baseline that does not exist.
-    """
-    names = [address.name for address in given]
-    return checked([*(address for address in configured if address.name not in names), *given])
-
-
 def checked(addresses: Sequence[ServerAddress]) -> tuple[ServerAddress, ...]:
     """The addresses themselves. Raises UserError if a name is taken, or if a server that one names is not there."""
     names = [address.name for address in addresses]
