@@ -1,7 +1,8 @@
 """What the screen shows: titles, streamed text, rounds, tables, progress, replies and errors.
 
-rich only computes texts, because its buffer would keep interrupted output and print it a second time. `open_console`
-decides about colours. Text of models and users is shown literally, without markup and control characters.
+rich lays out lines and tables, termcolor colours streamed text; `open_console` decides for both about colours. rich
+only computes texts, because its buffer would keep interrupted output and print it a second time. Text of models and
+users is shown literally, without markup and control characters.
 """
 
 import os
@@ -15,13 +16,13 @@ from typing import TextIO
 
 import psutil
 from rich.cells import cell_len as cell_len
-from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, RenderableType
 from rich.rule import Rule
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text as Text
+from termcolor import colored
 
 from utils.screen import CLEAR_LINE
 from utils.text import Count, byte_size, visible
@@ -178,10 +179,16 @@ class Renderer:
 
     def stream(self, text: Text, *, kept: bool = True) -> None:
         """A part of growing text, written immediately. Styles become colours, if there are any."""
-        colours, plain = ColorSystem.STANDARD if self.colour else None, Style.null()
         segments = Segment.simplify(text.render(self._out.console))
-        shown = ((style or plain).render(visible(part), color_system=colours) for part, style, _ in segments)
-        self._out.write("".join(shown), kept=kept)
+        self._out.write("".join(self._painted(visible(part), style) for part, style, _ in segments), kept=kept)
+
+    def _painted(self, text: str, style: Style | None) -> str:
+        """The text in one of the colours and attributes that rich and termcolor name alike, dim apart."""
+        if not self.colour or not style:
+            return text
+        attributes = [name for name, is_set in (("bold", style.bold), ("dark", style.dim)) if is_set]
+        # A flag, because termcolor would otherwise read environment variables and differ from rich.
+        return colored(text, style.color and style.color.name, attrs=attributes, force_color=True)
 
     def explain_marks(self) -> None:
         """Explain the colours of a text, once."""

@@ -256,9 +256,9 @@ def show_round(
     pieces = round_pieces(step, tokenizer, traces)
     parts = {"draft": timing.drafting, "verify": timing.verifying, "other": timing.other}
     shown = " | ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in parts.items())
-    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", "bright_black")])
+    renderer.pieces(f"{number:4d} ", [*pieces, (f"{shown} ms | +{len(step.tokens)}", NOTE)])
     for line in trace_lines(traces, tokenizer):
-        renderer.pieces("     ", [(word, "bright_black") for word in line.split(" ")])
+        renderer.pieces("     ", [(word, NOTE) for word in line.split(" ")])
 
 
 def show_table(renderer: Renderer, compared: Sequence[ComparedRun]) -> None:

@@ -91,7 +91,7 @@ def test_a_text_that_ends_earlier_says_so(view: Screen) -> None:
 def test_accepted_drafts_are_coloured_and_explained_once() -> None:
     view = screen(colour=True)
     first = shown(view, speculative=drafted("abab"))
-    assert all(f"\x1b[1;32m{letter}\x1b[0m" in first for letter in "a") and "accepted" in first
+    assert all(f"\x1b[1m\x1b[32m{letter}\x1b[0m" in first for letter in "a") and "accepted" in first
     again = shown(view, speculative=drafted("abab"))
     assert "that the target accepted" in first and "that the target accepted" not in again
     unmarked = screen(colour=True)
@@ -131,7 +131,7 @@ def test_debug_full_repeats_the_text_of_every_strategy_with_its_drafts() -> None
     view = screen(colour=True)
     text = "abab"
     result = shown(view, debug="full", speculative=drafted(text), ngram=drafted(text), target=plain(text))
-    painted = "".join("\x1b[1;32ma\x1b[0mb" for _ in range(2))
+    painted = "".join("\x1b[1m\x1b[32ma\x1b[0mb" for _ in range(2))
     assert result.count(painted) == 2 and result.count("= same text") == 1
 
 
