@@ -168,13 +168,13 @@ def checked(session: ReplSession, file: Path, *lines: str) -> dict[str, Any]:
 
 
 def reported(monkeypatch: Any) -> list[tuple[Any, Any]]:
-    """The reports that will be shown, each with its findings."""
+    """The reports that will be shown, each with its rows."""
     shown: list[tuple[Any, Any]] = []
     show = repl_session.show_report
 
-    def note(renderer: Renderer, report: Any, findings: Any, conclusion: Any) -> None:
-        shown.append((report, findings))
-        show(renderer, report, findings, conclusion)
+    def note(renderer: Renderer, report: Any, rows: Any, conclusion: Any) -> None:
+        shown.append((report, rows))
+        show(renderer, report, rows, conclusion)
 
     monkeypatch.setattr(repl_session, "show_report", note)
     return shown

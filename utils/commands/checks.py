@@ -132,15 +132,13 @@ class _Audit:
             yield from (Note(f"{name} left out. {reason}") for name, reason in refused.items())
             unique = {name: len(own) for name, own in texts.items() if own}
             if done and unique:
-                yield AUDIT_TABLE.finding(
-                    {
-                        "mode": "texts",
-                        "trials": done,
-                        "tokens": max(len(text) for own in texts.values() for text in own),
-                        "unique_outputs": max(unique.values()),
-                        "unique_by_strategy": unique,
-                    }
-                )
+                yield {
+                    "mode": "texts",
+                    "trials": done,
+                    "tokens": max(len(text) for own in texts.values() for text in own),
+                    "unique_outputs": max(unique.values()),
+                    "unique_by_strategy": unique,
+                }
 
     def _trial_text(self) -> list[int]:
         """The prompt and the target's answer, with the prompt repeated until two verify passes fit."""
@@ -151,7 +149,7 @@ class _Audit:
         return context + list(islice(cycle(self.job.prompt), missing if room is None else min(missing, room)))
 
     def _logit_events(self, text: list[int]) -> Iterator[ReportEvent]:
-        """One finding for the logits before random cuts of the text, computed in several ways."""
+        """One row for the logits before random cuts of the text, computed in several ways."""
         yield Progress(f"logits: {count_of(self.trials, 'position')} in {count_of(len(text), 'token')} ...")
         drift, unique, done, widest = LogitDrift(0.0, 0, 0), 0, 0, 0
         countdown, decoding = Countdown(), self.job.decoding
@@ -167,20 +165,18 @@ class _Audit:
                 yield from countdown.at(done / self.trials, f"logits: {done} of {self.trials} positions")
         except UserError as error:
             yield Note(f"logits: left out. {error}")
-        finally:  # Ctrl-C is raised again once the finding is consumed
+        finally:  # Ctrl-C is raised again once the row is consumed
             if done:
                 self.harness.state.rounding = max(self.harness.state.rounding, drift.difference)
-                yield AUDIT_TABLE.finding(
-                    {
-                        "mode": "logits",
-                        "trials": done,
-                        "unique_outputs": unique,
-                        "largest_logit_difference": drift.difference,
-                        "argmax_flips": drift.flips,
-                        "positions": drift.positions,
-                        "widest_window": widest,
-                    }
-                )
+                yield {
+                    "mode": "logits",
+                    "trials": done,
+                    "unique_outputs": unique,
+                    "largest_logit_difference": drift.difference,
+                    "argmax_flips": drift.flips,
+                    "positions": drift.positions,
+                    "widest_window": widest,
+                }
 
     def _versions(self, context: list[int], count: int) -> Iterator[Tensor]:
         """Logits (count, V) of the last tokens: by decode steps, by verify passes of each width up to gamma + 1, by one
@@ -281,13 +277,13 @@ def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterat
                 counts[_first_token(strategy, own, draw)] += 1
         except UserError as error:
             yield Note(f"{strategy.name}: left out. {error}")
-        finally:  # Ctrl-C is raised again once the finding is consumed
+        finally:  # Ctrl-C is raised again once the row is consumed
             if counts:
                 # A strategy may compute either version, so the one that matches the draws best counts.
                 fits = (fit(counts, probs) for probs in versions)
                 result = max(fits, key=lambda one: (one.matches, 1.0 if one.p_value is None else one.p_value))
                 verdict = _verdict(strategy, result)
-                yield DRAW_TABLE.finding({"strategy": strategy.name, **result._asdict(), "verdict": verdict})
+                yield {"strategy": strategy.name, **result._asdict(), "verdict": verdict}
 
 
 def _first_probs(job: Job) -> list[Tensor]:

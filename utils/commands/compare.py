@@ -95,9 +95,9 @@ class _Comparison:
     others: Counter[str]
     matches: list[records.RunMatch] = field(default_factory=list)
 
-    def add(self, found: records.RunMatch) -> records.Finding:
+    def add(self, found: records.RunMatch) -> Row:
         self.matches.append(found)
-        return TABLE.finding(match_figures(found))
+        return match_figures(found)
 
     def conclusion(self, rows: Sequence[Row]) -> list[str]:
         lines = [line for name, own in grouped(rows, "strategy").items() for line in _verdict(name, own)]

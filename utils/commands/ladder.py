@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any, Self
 
 from utils.bounds import parse_tokens, short_tokens
-from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_row, server_arms, texts, then_findings
+from utils.commands.experiments.races import ArmRace, RaceItem, RaceResult, race_row, server_arms, texts, then_rows
 from utils.commands.experiments.races import with_bounds as bounds
 from utils.commands.experiments.speed_model import BY_POSITION, TimeSplit, draft_figures
 from utils.commands.shared.registry import Command, CommandContext, Outcome
@@ -20,7 +20,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, Run, complete, request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Finding, Note, Progress, Report, ReportEvent, gathered
+from utils.comparison.records import Note, Progress, Report, ReportEvent, gathered
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, check_memory, context_length
@@ -184,10 +184,10 @@ class _Ladder:
         self._models = [model for model in models if hasattr(model, "config")]
 
     def report(self, title: str, text: str, lengths: Sequence[int]) -> Report:
-        table = ladder_table(servers=self._server is not None)
-        return table.report(
+        return ladder_table(servers=self._server is not None).report(
             *("server_ladder" if self._server else "ladder", title, self._settings),
-            then_findings(self._events(text, lengths), lambda: self._findings(table)),
+            then_rows(self._events(text, lengths), self._rows),
+            shown=without_baselines,
             conclude=conclusion,
             title=title + ", on servers" * bool(self._server),
         )
@@ -284,9 +284,8 @@ class _Ladder:
         memory = byte_size(int(GROWTH * sum(cache_bytes(model, self._lengths[-1]) for model in self._models)))
         return f"{what}: about {about}, and up to {memory} for keys and values."
 
-    def _findings(self, table: ResultTable) -> Iterator[Finding]:
-        """The figures of every arm at every length. Those of baselines are recorded and not shown."""
-        baselines = {one.ours[0].baseline for one in self._race.results}
+    def _rows(self) -> Iterator[Row]:
+        """The figures of every arm at every length."""
         for arm in self._arms:
             shortest: list[RaceResult] = []
             for length in self._lengths:
@@ -295,8 +294,7 @@ class _Ladder:
                     causes = cause_effects(shortest, chosen) if shortest else {}
                     shortest = shortest or chosen
                     row = race_row(short_tokens(length), chosen) | {"context": length, "causes": causes}
-                    row |= _figures(chosen, row)
-                    yield Finding((), row) if arm.name in baselines else table.finding(row)
+                    yield row | _figures(chosen, row)
 
 
 def _figures(results: Sequence[RaceResult], row: Row) -> dict[str, Any]:
@@ -336,10 +334,14 @@ def ladder_table(*, servers: bool) -> ResultTable:
     )
 
 
-def conclusion(rows: Sequence[Row]) -> list[str]:
-    """Up to which context each arm pays, and what changes beyond it. `rows` are the figures of the findings."""
+def without_baselines(rows: Sequence[Row]) -> list[Row]:
     baselines = {row.get("baseline", TARGET) for row in rows}
-    arms = [arm for name, arm in grouped(rows, "strategy").items() if name not in baselines]
+    return [row for row in rows if row["strategy"] not in baselines]
+
+
+def conclusion(rows: Sequence[Row]) -> list[str]:
+    """Up to which context each arm pays, and what changes beyond it."""
+    arms = [*grouped(without_baselines(rows), "strategy").values()]
     lines = [line for arm in arms for line in (_pays(arm), *_cause(arm))]
     if arms and (arms[0][-1]["prefill_share"] or 0) >= PREFILL_SHARE:
         lines.append(PREFILL.format(" and ".join(_at(row, f"{row['prefill_share']:.0%}") for row in _ends(arms[0]))))

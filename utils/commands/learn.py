@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from utils.bounds import RealRange
-from utils.commands.experiments.races import RaceItem, race_row, race_table, then_findings
+from utils.commands.experiments.races import RaceItem, race_row, race_table, then_rows
 from utils.commands.shared.registry import (
     ChangeSettings,
     Command,
@@ -177,8 +177,7 @@ class _Race:
         prompts = self.training.apart
         table = race_table([RaceItem(number, one, ALL_TASKS, self.settings, ()) for number, one in enumerate(prompts)])
         return table.report(
-            *("learn", KEPT_APART, self.settings),
-            then_findings(self._events(), lambda: map(table.finding, self._rows())),
+            *("learn", KEPT_APART, self.settings, then_rows(self._events(), self._rows)),
             conclude=lambda rows: [self._conclusion()],
             title=f"/learn: {count_of(len(prompts), 'prompt')} kept apart",
         )

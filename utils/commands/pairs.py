@@ -89,7 +89,7 @@ class LocalCauses:
         self.found = causes.contrasts(self.probes)
         if not self.found:
             raise UserError("the drafter made no drafts on any text.")
-        yield from (CAUSES.finding(row_of(one)) for one in self.found)
+        yield from map(row_of, self.found)
 
     def _fits(self, text: str) -> bool:
         return self._size(text) + 2 * CAUSE_TOKENS < (context_length(self.harness.pair.target) or inf)
@@ -133,13 +133,13 @@ def _examined(harness: Harness, settings: Settings, drafter: FeatureDrafter, lin
     found = doctor.examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
     if not doctor.other_readings(drafter):
         yield Note("This format leaves nothing to convention.")
-    # Nothing below takes time, so that Ctrl-C cannot come between the correction and its findings.
+    # Nothing below takes time, so that Ctrl-C cannot come between the correction and its rows.
     lines.append(found.conclusion())
     if found.better is not None:
         doctor.use(pair, found.used.conventions)
         lines.append(CORRECTED)
     for reading in found.readings:
-        yield TABLE.finding(_figures(reading, found))
+        yield _figures(reading, found)
 
 
 def _agreement(row: Row, place: int) -> str:

@@ -85,10 +85,9 @@ def _report(
     """The report of a race. Of servers, only their own rows are shown. `title` is empty for the last prompt."""
     on_servers, race = record == ON_SERVERS, races.ArmRace(context.harness, items, repeats)
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
-    table = races.race_table(items, servers=on_servers)
-    return table.report(
+    return races.race_table(items, servers=on_servers).report(
         *(record, subject, context.settings),
-        races.then_findings(race.events(), lambda: map(table.finding, races.race_rows(race.results, shown))),
+        races.then_rows(race.events(), lambda: races.race_rows(race.results, shown)),
         conclude=lambda rows: races.race_conclusion(rows, len(items) if title else None),
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
@@ -158,11 +157,11 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
         races.RaceItem(1, prompt, label, settings, races.local_arms(harness, settings), last.job.history)
         for label, settings in (_swept_value(name, word, context) for word in words)
     ]
-    table, race = sweep_table(name), races.ArmRace(harness, items, repeats)
+    race = races.ArmRace(harness, items, repeats)
     return [
-        table.report(
+        sweep_table(name).report(
             *("sweep", last.text, context.settings),
-            races.then_findings(_swept_events(race), lambda: map(table.finding, _swept_rows(race))),
+            races.then_rows(_swept_events(race), lambda: _swept_rows(race)),
             conclude=conclusion,
             title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
         )
@@ -192,7 +191,7 @@ def _swept_rows(race: races.ArmRace) -> Iterator[dict[str, Any]]:
 
 
 def conclusion(rows: Sequence[Row]) -> list[str]:
-    """What the repeats show about the values, and what to do next. `rows` are the figures of the findings."""
+    """What the repeats show about the values, and what to do next."""
     rows = [row for row in rows if row["lossless"]]
     if len({row["text_number"] for row in rows}) > 1:
         # No claim across values, because a text that is easier to draft is generated faster.

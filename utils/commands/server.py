@@ -89,7 +89,7 @@ def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> It
     assert local is not None
     figures = {"server": address.name, "url": local.url, "ready_seconds": seconds, "command": list(local.command)}
     shown = {"drafts": launch.label or "no speculation", "log": str(local.log)}
-    yield TABLE.finding(figures | shown | asdict(launch))
+    yield figures | shown | asdict(launch)
 
 
 def _target(kind: str, context: CommandContext) -> str:

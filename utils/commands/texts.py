@@ -83,7 +83,7 @@ def _export(argument: str, context: CommandContext) -> Outcome:
 
 
 def _table(rows: list[dict[str, object]]) -> str:
-    """CSV: a row for each request of a load, each finding of another report, or each run of a prompt."""
+    """CSV: a row for each request of a load, each row of another report, or each run of a prompt."""
     nested = {name for row in rows for name, value in row.items() if isinstance(value, (list, tuple, dict))}
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in nested]
     file = StringIO(newline="")

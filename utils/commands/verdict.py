@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from utils.commands.experiments.races import race_row, then_findings
+from utils.commands.experiments.races import race_row, then_rows
 from utils.commands.shared.registry import ChangeSettings, Command, CommandContext, Outcome
 from utils.commands.verdicts import measurement
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
@@ -46,7 +46,7 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
     servers, count = isinstance(selection, ServerSelection), len(plan.measured)
     # "On this prompt" must identify the prompt, above all on a page of many results.
     what = f"{count} {plan.source}" if count > 1 else f'"{shortened(plan.measured[0].text)}"'
-    table, chosen = measurement.verdict_table(servers=servers), list[measurement.Measurement]()
+    chosen: list[measurement.Measurement] = []
 
     def events() -> Iterator[ReportEvent]:
         chosen.append((yield from selection.choose(plan)))
@@ -61,9 +61,8 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
             yield {**race_row(ALL_TASKS, own), "name": baseline_name(row), "runs": len(own)}
             yield row
 
-    return table.report(
-        *("server_verdict" if servers else "verdict", plan.source, settings),
-        then_findings(events(), lambda: map(table.finding, rows())),
+    return measurement.verdict_table(servers=servers).report(
+        *("server_verdict" if servers else "verdict", plan.source, settings, then_rows(events(), rows)),
         conclude=lambda rows: measurement.sentences(rows[-1]),
         attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
         transposed=True,

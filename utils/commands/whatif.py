@@ -27,7 +27,7 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.arms import PREFIX
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Finding, Progress, ReportEvent, read_records, run_records, shortened
+from utils.comparison.records import Progress, ReportEvent, read_records, run_records, shortened
 from utils.comparison.strategies import Job, Strategy
 from utils.errors import UserError
 from utils.metrics.results import Generation, spans_of
@@ -59,8 +59,8 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
         return _elsewhere(elsewhere.parse(argument), context)
     harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    events, conclude = _findings(job, drafting, run), partial(_conclusion, context.settings.gamma)
-    return [TABLE.report("whatif", last.text, job.settings, events, conclude=conclude)]
+    shown = ("whatif", last.text, job.settings, _rows(job, drafting, run))
+    return [TABLE.report(*shown, shown=_without_repeats, conclude=partial(_conclusion, context.settings.gamma))]
 
 
 def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastPrompt, Generation, Job]:
@@ -77,14 +77,13 @@ def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastProm
     return last, run, job
 
 
-def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
-    above: Row = {}
+def _rows(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
     for event in predictions(job, drafting, run, "replaying"):
         if isinstance(event, Progress):
             yield event
             continue
         strategy, gamma, steps, seconds, speedup = event
-        row = {
+        yield {
             "strategy": strategy.name,
             "drafter": strategy.drafter_label(job.pair),
             "gamma": gamma,
@@ -96,8 +95,10 @@ def _findings(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterat
             "speedup": speedup,
             "exact": strategy.repeats_target(job.settings),
         }
-        yield Finding((), row) if _repeats(row, above) else TABLE.finding(row)
-        above = row
+
+
+def _without_repeats(rows: Sequence[Row]) -> list[Row]:
+    return [row for above, row in pairwise([{}, *rows]) if not _repeats(row, above)]
 
 
 def _repeats(row: Row, above: Row) -> bool:
@@ -108,8 +109,7 @@ def _repeats(row: Row, above: Row) -> bool:
 
 def _conclusion(gamma: int | None, rows: Sequence[Row]) -> list[str]:
     """The best gamma of each strategy, what the figures are, and what to type. `gamma` is the value of the session."""
-    shown = [row for above, row in pairwise([{}, *rows]) if not _repeats(row, above)]
-    found = [best_gamma(own) for own in grouped(shown, "strategy").values()]
+    found = [best_gamma(own) for own in grouped(_without_repeats(rows), "strategy").values()]
     exact = all(row["exact"] for row in rows)
     lines = [*(line for line, _ in found), f"{EXACT if exact else ESTIMATE} {UNLISTED}"]
     if advised := [best for _, best in found if best is not None]:
@@ -184,7 +184,7 @@ def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds | Prog
         speedup = length / ratio(gamma)
         there = {"device": load.device, "predicted_speedup": speedup, "interval": load.error.interval(speedup)}
         speed = None if load.plain is None else load.plain * speedup
-        yield THERE.finding({"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed})
+        yield {"gamma": gamma, "tokens_per_round": length, **there, "tokens_per_second": speed}
 
 
 def _there(load: elsewhere.Deployment, rows: Sequence[Row]) -> list[str]:
@@ -263,23 +263,21 @@ def _why(argument: str, context: CommandContext) -> Outcome:
     return [WHY_TABLE.report("why", last.text, last.job.settings, _splits(last), conclude=_limits, transposed=True)]
 
 
-def _splits(last: LastPrompt) -> Iterator[Finding]:
+def _splits(last: LastPrompt) -> Iterator[Row]:
     target, jobs = target_run(last), last.jobs
     for strategy, run, comparison in last.local:
         if strategy.drafts and run.timings:
             parts = ((one.drafting, one.verifying, one.total) for one in run.timings)
             drafting, verifying, total = map(sum, zip(*parts, strict=True))
-            yield WHY_TABLE.finding(
-                {
-                    **draft_figures([(run, target)], comparison.speedup or 1.0),
-                    "strategy": strategy.name,
-                    "gamma": last.job.settings.gamma,
-                    "speedup": comparison.speedup,
-                    "tokens_per_round": len(run.tokens) / len(run.steps),
-                    "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
-                    "accepted_by_span": spans_of(jobs[strategy.name].prompt, run.steps, last.job.pair.tokenizer),
-                }
-            )
+            yield {
+                **draft_figures([(run, target)], comparison.speedup or 1.0),
+                "strategy": strategy.name,
+                "gamma": last.job.settings.gamma,
+                "speedup": comparison.speedup,
+                "tokens_per_round": len(run.tokens) / len(run.steps),
+                "seconds": {"drafting": drafting, "verifying": verifying, "other": total - drafting - verifying},
+                "accepted_by_span": spans_of(jobs[strategy.name].prompt, run.steps, last.job.pair.tokenizer),
+            }
 
 
 def _limits(rows: Sequence[Row]) -> list[str]:

@@ -37,7 +37,7 @@ SHOWN_PROMPT = 60  # characters of a prompt in a headline
 INTERVAL = 1.0  # seconds between two sentences on progress
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-Row = Mapping[str, Any]  # the figures of a finding, or a record
+Row = Mapping[str, Any]  # the figures of one row of a report, or a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,7 @@ class Note:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of a report: its cells, if it is shown on the screen, and its figures for the JSON record."""
-
-    cells: tuple[str, ...]
-    figures: Row
-
-
-ReportEvent = Progress | Note | Finding
+ReportEvent = Progress | Note | Row
 
 
 def gathered(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
@@ -106,17 +98,20 @@ class Report:
     """A report that is computed while its `events` are consumed.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
-    From the figures of the findings, `conclude` makes sentences, `attachment` data to copy, or nothing, and `status`
-    the exit status. `transposed` makes each finding a column. Columns in `optional` are dropped on a narrow screen, the
-    first one first. `details` are further records for scripts.
+    From the rows, `conclude` makes sentences, `attachment` data to copy, or nothing, and `status` the exit status.
+    `shown` selects the rows that the screen shows, and `cells` makes the cells of one. `transposed` makes each row a
+    column. Columns in `optional` are dropped on a narrow screen, the first one first. `details` are further records for
+    scripts.
     """
 
     name: str
     prompt: str
     settings: Settings
     headings: tuple[str, ...]
+    cells: Callable[[Row], tuple[str, ...]]
     events: Iterator[ReportEvent]
     conclude: Callable[[Sequence[Row]], list[str]]
+    shown: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     attachment: Callable[[Sequence[Row]], str] = lambda rows: ""
     transposed: bool = False
     optional: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from utils.commands.learn import drafter_race
 from utils.commands.shared import registry
 from utils.comparison.arms import Run
 from utils.comparison.harness import Harness, LastPrompt, PlannedRun, divergence_of, unlike_target
-from utils.comparison.records import Finding, Note, Report, ReportEvent, report_records, run_records
+from utils.comparison.records import Note, Progress, Report, ReportEvent, Row, report_records, run_records
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
@@ -68,14 +68,14 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         renderer.crash()
 
 
-def _remaining_findings(events: Iterator[ReportEvent]) -> Iterator[Finding]:
-    """The remaining findings of a report after Ctrl-C, which came within or between its events."""
-    # The generator yields its last findings in finally blocks. If Ctrl-C came from inside it, it has already ended, and
+def _remaining_rows(events: Iterator[ReportEvent]) -> Iterator[Row]:
+    """The remaining rows of a report after Ctrl-C, which came within or between its events."""
+    # The generator yields its last rows in finally blocks. If Ctrl-C came from inside it, it has already ended, and
     # `throw` raises at once. Without a generator there is an AttributeError.
     with suppress(KeyboardInterrupt, StopIteration, AttributeError):
         event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         while True:
-            if isinstance(event, Finding):
+            if not isinstance(event, Progress | Note):
                 yield event
             event = next(events)
 
@@ -377,37 +377,37 @@ class ReplSession:
             yield strategy.name, causes[strategy.name]
 
     def _report(self, report: Report) -> Verdict:
-        """Run a report. After Ctrl-C the findings so far are shown and recorded."""
-        findings: list[Finding] = []
+        """Run a report. After Ctrl-C the rows so far are shown and recorded."""
+        rows: list[Row] = []
         finished = False
         try:
             for event in report.events:
-                if isinstance(event, Finding):
-                    findings.append(event)
-                elif isinstance(event, Note):
+                if isinstance(event, Note):
                     self._renderer.note(event.text)
-                else:
+                elif isinstance(event, Progress):
                     show = self._renderer.count if isinstance(event.text, Count) else self._renderer.progress
                     show(event.text)
+                else:
+                    rows.append(event)
             finished = True
         except KeyboardInterrupt:
-            findings += _remaining_findings(report.events)
-            self._renderer.note("Stopped. Finished so far:" if findings else NOTHING_FINISHED)
+            rows += _remaining_rows(report.events)
+            self._renderer.note("Stopped. Finished so far:" if rows else NOTHING_FINISHED)
         finally:
             self._renderer.end_progress()
-            if findings:  # also after an error, which is raised again afterwards
-                self._conclude(report, findings, finished=finished)
-        return Verdict(report.status([one.figures for one in findings])) if finished else Verdict.INTERRUPTED
+            if rows:  # also after an error, which is raised again afterwards
+                self._conclude(report, rows, finished=finished)
+        return Verdict(report.status(rows)) if finished else Verdict.INTERRUPTED
 
-    def _conclude(self, report: Report, findings: list[Finding], *, finished: bool) -> None:
-        pair, rows = self.harness.loaded, [one.figures for one in findings]
+    def _conclude(self, report: Report, rows: Sequence[Row], *, finished: bool) -> None:
+        pair = self.harness.loaded
         other = None if pair is None else pair.engine.faster_baseline()
         # Servers have their own baselines.
         own = any(row.get("speedup") is not None and "baseline" not in row for row in rows)
         lines = [*report.conclude(rows), *([other.sentence] if other is not None and own else [])]
         records = report_records(report, rows, lines, pair, finished=finished)
         try:
-            show_report(self._renderer, report, findings, lines)
+            show_report(self._renderer, report, rows, lines)
         finally:
             self._add(lambda: records)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.comparison.arms import Arm, ComparedRun, Run, divergence_sentence, relation, start_of_context
 from utils.comparison.harness import LastPrompt, own_conversations
-from utils.comparison.records import Finding, Report
+from utils.comparison.records import Report, Row
 from utils.comparison.speed_claims import STAR, ending, is_noise, server_summary, summary
 from utils.config.settings import Settings
 from utils.decode.steps import Step
@@ -291,17 +291,17 @@ def show_comparison(renderer: Renderer, last: LastPrompt, causes: Iterable[tuple
         renderer.result(sentence)
 
 
-def show_report(renderer: Renderer, report: Report, findings: Sequence[Finding], conclusion: Sequence[str]) -> None:
-    cells = [finding.cells for finding in findings if finding.cells]
+def show_report(renderer: Renderer, report: Report, rows: Sequence[Row], conclusion: Sequence[str]) -> None:
+    cells = [report.cells(row) for row in report.shown(rows)]
     renderer.result(report.headline)
-    if report.transposed:  # one row for each heading, and one column for each finding
-        headings, *rows = zip(report.headings, *cells, strict=True)
-        renderer.table(headings, rows)
+    if report.transposed:  # one line for each heading, and one column for each row
+        headings, *lines = zip(report.headings, *cells, strict=True)
+        renderer.table(headings, lines)
     else:
         renderer.table(report.headings, cells, report.optional)
     for line in conclusion:
         renderer.result(line)
-    if attachment := report.attachment([finding.figures for finding in findings]):
+    if attachment := report.attachment(rows):
         renderer.data(attachment)
 
 

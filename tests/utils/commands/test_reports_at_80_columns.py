@@ -45,9 +45,9 @@ def test_a_table_has_one_line_per_row(
     for typed in ("/length 8", "/drafter_kind loaded suffix", PROMPT, "/processor multinomial 1"):
         assert session.handle(typed) is Verdict.DONE
     assert session.handle(line.format(prompts=prompts, records=records)) is Verdict.DONE, view.take()
-    report, findings = shown[-1]
+    report, figures = shown[-1]
     assert (PROMPT in report.headline) != ("{" in line) and report.headline.startswith(line.split()[0])
-    rows = [finding.cells for finding in findings if finding.cells]
+    rows = [report.cells(row) for row in report.shown(figures)]
     view.take()
     view.renderer.table(report.headings, rows, report.optional)
     lines = view.take()[0].splitlines()

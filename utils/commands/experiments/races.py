@@ -14,7 +14,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent, gathered, shortened
+from utils.comparison.records import Countdown, Note, Progress, ReportEvent, gathered, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -39,12 +39,12 @@ def rotated(items: Sequence[Item], start: int) -> list[Item]:
     return [items[(index + start) % len(items)] for index in range(len(items))]
 
 
-def then_findings(events: Iterator[ReportEvent], findings: Callable[[], Iterable[Finding]]) -> Iterator[ReportEvent]:
-    """The events, followed by the findings of finished runs, even if Ctrl-C or an error ends the events."""
+def then_rows(events: Iterator[ReportEvent], rows: Callable[[], Iterable[Row]]) -> Iterator[ReportEvent]:
+    """The events, followed by the rows of finished runs, even if Ctrl-C or an error ends the events."""
     try:
         yield from events
-    finally:  # Ctrl-C is raised again once the findings are consumed
-        yield from findings()
+    finally:  # Ctrl-C is raised again once the rows are consumed
+        yield from rows()
 
 
 def local_arms(harness: Harness, settings: Settings) -> list[Arm]:

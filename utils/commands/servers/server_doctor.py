@@ -254,12 +254,12 @@ class ServerExamination:
                 self.draft = _drafts_a_round(self._known) if self._known else DEFAULT_DRAFT
                 self.cause = OFF_ON.get(kind, DraftCause.OFF)
                 figures = {"cause": self.cause, "facts": self.facts}
-                yield TABLE.finding({"texts": kind, "position": 0, "measured": None, "expected": None} | figures)
+                yield {"texts": kind, "position": 0, "measured": None, "expected": None} | figures
                 return
         if not self._known:
             raise UserError(ALL_UNREAD.format(self.name))
         yield from self._compare()
-        yield from (TABLE.finding(row_of(one) | {"cause": self.cause, "facts": self.facts}) for one in self.found)
+        yield from (row_of(one) | {"cause": self.cause, "facts": self.facts} for one in self.found)
 
     def _setup(self) -> dict[str, str]:
         """What the server says about its drafts, and how it was started if this session did that."""

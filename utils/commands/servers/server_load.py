@@ -14,7 +14,7 @@ from math import ceil, inf
 from random import Random
 
 from utils.bounds import RealRange, WholeRange
-from utils.commands.experiments.races import rotated, then_findings
+from utils.commands.experiments.races import rotated, then_rows
 from utils.commands.servers.load_figures import (
     LatencyLimits,
     Load,
@@ -290,11 +290,11 @@ def load(argument: str, context: CommandContext) -> Outcome:
     if not prompts:
         raise UserError(NO_PROMPT)
     measurement = _measurement(context, arms, prompts, options)
-    cells, table = measurement.cells, load_table(measurement.limits)
+    cells = measurement.cells
     sizes = f"{'exactly' if measurement.is_fixed else 'up to'} {count_of(measurement.length, 'token')} a request"
-    report = table.report(
+    report = load_table(measurement.limits).report(
         *("server load", prompts[0], context.settings),
-        then_findings(measurement.events(), lambda: map(table.finding, load_rows(cells))),
+        then_rows(measurement.events(), lambda: load_rows(cells)),
         conclude=conclusion,
         attachment=lambda rows: "\n".join(load_settings(rows, started)),
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",

@@ -15,7 +15,7 @@ from utils.bounds import WholeRange
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import request_maker
-from utils.comparison.records import Countdown, Finding, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown, Note, Progress, ReportEvent
 from utils.errors import UserError
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
@@ -145,20 +145,18 @@ class TextTrial:
             found += [(number, one, *place) for one, place in list(differing)[:1]]
         return found
 
-    def _row(self, check: str, name: str) -> Finding:
+    def _row(self, check: str, name: str) -> Row:
         outputs = self.outputs[check, name]
-        return TABLE.finding(
-            {
-                "check": check,
-                "server": name,
-                "concurrency": self.concurrency if check == LOAD else 1,
-                "prompts": len(self.prompts),
-                "requests": self.repeats * len(self.prompts),
-                "unique_texts": max(len(set(of_prompt)) for of_prompt in outputs),
-                "differing_prompts": len(self._unlike(check, name)),
-                "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
-            }
-        )
+        return {
+            "check": check,
+            "server": name,
+            "concurrency": self.concurrency if check == LOAD else 1,
+            "prompts": len(self.prompts),
+            "requests": self.repeats * len(self.prompts),
+            "unique_texts": max(len(set(of_prompt)) for of_prompt in outputs),
+            "differing_prompts": len(self._unlike(check, name)),
+            "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
+        }
 
     def _differences(self) -> Iterator[ReportEvent]:
         """Where and why texts differ from the reference: first those given alone, then those under load only."""
@@ -167,19 +165,17 @@ class TextTrial:
             yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
         for check, name, number, ours, place, unit in places[:MOST_EXAMINED]:
             yield Progress(f"examining prompt {number + 1} of {name} ...")
-            yield TABLE.finding(
-                {
-                    "check": WHERE,
-                    "under": check,
-                    "server": name,
-                    "concurrency": self.concurrency if check == LOAD else 1,
-                    "prompt": self.prompts[number],
-                    "number": number + 1,
-                    "first_difference": place,
-                    "first_difference_in": f"{unit}s",
-                    "cause": self.cause(number, ours, place) if unit == TOKEN else UNKNOWN,
-                }
-            )
+            yield {
+                "check": WHERE,
+                "under": check,
+                "server": name,
+                "concurrency": self.concurrency if check == LOAD else 1,
+                "prompt": self.prompts[number],
+                "number": number + 1,
+                "first_difference": place,
+                "first_difference_in": f"{unit}s",
+                "cause": self.cause(number, ours, place) if unit == TOKEN else UNKNOWN,
+            }
 
     def cause(self, number: int, ours: Output, place: int) -> str:
         """A tie if the reference itself yields the other token when it computes the same tokens in a prefill.

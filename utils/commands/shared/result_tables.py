@@ -1,10 +1,10 @@
-"""The table of a report: its columns make the cells of a finding from its figures."""
+"""The table of a report: its columns make the cells of a row from its figures."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.comparison.records import Finding, Report, ReportEvent, gathered
+from utils.comparison.records import Report, ReportEvent, gathered
 from utils.comparison.records import Row as Row
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
@@ -69,8 +69,8 @@ class ResultTable:
         dropped = sorted((column for column in columns if column.drop), key=lambda column: column.drop)
         self.optional = tuple(column.heading for column in dropped)
 
-    def finding(self, figures: Row) -> Finding:
-        return Finding(tuple(column.shown(figures) for column in self._columns), figures)
+    def cells(self, row: Row) -> tuple[str, ...]:
+        return tuple(column.shown(row) for column in self._columns)
 
     def report(
         self,
@@ -78,12 +78,10 @@ class ResultTable:
         prompt: str,
         settings: Settings,
         events: Iterator[ReportEvent],
-        *,
-        conclude: Callable[[Sequence[Row]], list[str]],
         **options: Any,
     ) -> Report:
-        """The report with this table of findings. The `options` are further fields of Report."""
-        return Report(name, prompt, settings, self.headings, events, conclude, optional=self.optional, **options)
+        """The report with this table. The `options` are further fields of Report."""
+        return Report(name, prompt, settings, self.headings, self.cells, events, optional=self.optional, **options)
 
 
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:

@@ -273,7 +273,7 @@ def _memory(row: Row) -> str:
 
 
 def sentences(row: Row) -> list[str]:
-    """All sentences, the answer first. `row` has the figures of the candidate's finding."""
+    """All sentences, the answer first. `row` has the figures of the candidate."""
     lines = [answer(row), conditions(row), *tasks(row)]
     lines += [f"The bottleneck is {bottleneck(row)}."] if row.get("bottleneck") else []
     return [*lines, *races.other_reasons([row]), *_selection(row), *row["skipped"], *_apply(row)]
