@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_head, tiny_llama, tiny_t5
 
 from ngram_assisted import NGramStorage
-from utils.commands.experiments.speed_model import GammaRounds, replay_events
+from utils.commands.experiments.speed_model import GammaRounds, replayed_rounds
 from utils.comparison.strategies import STRATEGIES, Job, Strategy
 from utils.config.settings import Settings
 
@@ -51,4 +51,4 @@ def fresh(kind: str, settings: Settings) -> Job:
 
 def replay_gammas(job: Job, strategies: Sequence[Strategy], tokens: list[int]) -> list[GammaRounds]:
     """The rounds of every gamma on a finished text."""
-    return [event for event in replay_events(job, strategies, tokens) if isinstance(event, GammaRounds)]
+    return list(replayed_rounds(job, strategies, tokens, lambda text: None))

@@ -436,8 +436,7 @@ def test_predicted_times_include_the_masks_of_drafts(monkeypatch: pytest.MonkeyP
     assert 0 < speed_model.mask_seconds(job.grammar(), run.tokens, pair.target) < 1  # type: ignore[arg-type]
     for seconds in (0.0, 1.0):
         monkeypatch.setattr(speed_model, "mask_seconds", lambda *_: seconds)  # noqa: B023
-        events = speed_model.predictions(job, [strategy_of("loaded", pair)], run, "")
-        found.append([event for event in events if isinstance(event, Prediction)])
+        found.append(list(speed_model.predictions(job, [strategy_of("loaded", pair)], run, lambda text: None)))
     drafted = [sum(len(step.drafted) for step in one.steps) for one in found[0]]
     assert [two.seconds - one.seconds for one, two in zip(*found, strict=True)] == pytest.approx(drafted)
     assert max(drafted) > 9 and found[1][1].speedup < found[0][1].speedup

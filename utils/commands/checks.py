@@ -22,7 +22,7 @@ from utils.bounds import MAX_SEED, WholeRange
 from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown
 from utils.comparison.strategies import Job, Strategy, is_greedy
 from utils.decode.logit_drift import LogitDrift, logits_by_width
 from utils.decode.model_session import ModelSession
@@ -88,7 +88,7 @@ def _audit(argument: str, context: CommandContext) -> Outcome:
     prompt = harness.prompt_ids(OWN_PROMPT, settings) if last is None else last.job.prompt
     # A new job, so that the storage and the conversations of the session stay as they are.
     audit = _Audit(harness, harness.job(prompt, short, history), trials, Random(settings.seed))
-    return [AUDIT_TABLE.report("audit", text, settings, audit.events(), conclude=partial(_audited, harness.pair))]
+    return [AUDIT_TABLE.report("audit", text, settings, audit.rows(), conclude=partial(_audited, harness.pair))]
 
 
 @dataclass(slots=True)
@@ -103,19 +103,20 @@ class _Audit:
         """That of the widest verify pass: all drafts of a round and one token."""
         return self.job.settings.max_drafts + 1
 
-    def events(self) -> Iterator[ReportEvent]:
+    def rows(self) -> Iterator[Row]:
         settings, enabled = self.job.settings, self.harness.enabled(self.job.settings)
         names = ", ".join(strategy.name for strategy in enabled)
-        yield Progress(f"texts: {self.trials} x up to {count_of(settings.length, 'token')} by {names}, shuffled ...")
-        yield from self._text_events(enabled)
+        runs = f"{self.trials} x up to {count_of(settings.length, 'token')}"
+        self.harness.progress(f"texts: {runs} by {names}, shuffled ...")
+        yield from self._text_rows(enabled)
         self.job = replace(self.job, prompt=self.job.prompt[:LONGEST_PROMPT])
-        yield from self._logit_events(self._trial_text())
+        yield from self._logit_rows(self._trial_text())
 
-    def _text_events(self, enabled: Sequence[Strategy]) -> Iterator[ReportEvent]:
+    def _text_rows(self, enabled: Sequence[Strategy]) -> Iterator[Row]:
         """Run the strategies in a random order for each trial."""
         texts: dict[str, set[tuple[int, ...]]] = {strategy.name: set() for strategy in enabled}
         refused: dict[str, str] = {}
-        countdown, done = Countdown(), 0
+        countdown, done = Countdown(self.harness.progress), 0
         try:
             while done < self.trials:
                 for strategy in self.random.sample(enabled, len(enabled)):
@@ -127,9 +128,10 @@ class _Audit:
                     except UserError as error:
                         refused[strategy.name] = str(error)
                 done += 1
-                yield from countdown.at(done / self.trials, f"texts: {done} of {self.trials} rounds")
-        finally:  # Ctrl-C is raised again once the events are consumed
-            yield from (Note(f"{name} left out. {reason}") for name, reason in refused.items())
+                countdown.at(done / self.trials, f"texts: {done} of {self.trials} rounds")
+        finally:  # Ctrl-C is raised again once the row is consumed
+            for name, reason in refused.items():
+                self.harness.note(f"{name} left out. {reason}")
             unique = {name: len(own) for name, own in texts.items() if own}
             if done and unique:
                 yield {
@@ -148,11 +150,11 @@ class _Audit:
         room, missing = session.room(context), max(0, 2 * self._width - len(context))
         return context + list(islice(cycle(self.job.prompt), missing if room is None else min(missing, room)))
 
-    def _logit_events(self, text: list[int]) -> Iterator[ReportEvent]:
+    def _logit_rows(self, text: list[int]) -> Iterator[Row]:
         """One row for the logits before random cuts of the text, computed in several ways."""
-        yield Progress(f"logits: {count_of(self.trials, 'position')} in {count_of(len(text), 'token')} ...")
+        self.harness.progress(f"logits: {count_of(self.trials, 'position')} in {count_of(len(text), 'token')} ...")
         drift, unique, done, widest = LogitDrift(0.0, 0, 0), 0, 0, 0
-        countdown, decoding = Countdown(), self.job.decoding
+        countdown, decoding = Countdown(self.harness.progress), self.job.decoding
         try:
             while done < self.trials:
                 end = self.random.randint(min(self._width + 1, len(text)), len(text))
@@ -162,9 +164,9 @@ class _Audit:
                 drawn = (decoding.noise.samples(decoding.probs(logits, "The target"), end) for logits in versions)
                 unique = max(unique, len(set(map(tuple, drawn))))
                 widest, done = max(widest, count), done + 1
-                yield from countdown.at(done / self.trials, f"logits: {done} of {self.trials} positions")
+                countdown.at(done / self.trials, f"logits: {done} of {self.trials} positions")
         except UserError as error:
-            yield Note(f"logits: left out. {error}")
+            self.harness.note(f"logits: left out. {error}")
         finally:  # Ctrl-C is raised again once the row is consumed
             if done:
                 self.harness.state.rounding = max(self.harness.state.rounding, drift.difference)
@@ -260,23 +262,23 @@ def _lossless(argument: str, context: CommandContext) -> Outcome:
     # The first round must not be shortened by the end of the run.
     short = replace(settings, length=settings.max_drafts + 1)
     job = context.harness.job(last.job.prompt, short, last.job.history)
-    events = _draw_events(job, strategies, draws)
-    return [DRAW_TABLE.report("lossless", last.text, settings, events, conclude=conclusion)]
+    rows = _draw_rows(context.harness, job, strategies, draws)
+    return [DRAW_TABLE.report("lossless", last.text, settings, rows, conclude=conclusion)]
 
 
-def _draw_events(job: Job, strategies: Sequence[Strategy], draws: int) -> Iterator[ReportEvent]:
-    versions, countdown = _first_probs(job), Countdown()
+def _draw_rows(harness: Harness, job: Job, strategies: Sequence[Strategy], draws: int) -> Iterator[Row]:
+    versions, countdown = _first_probs(job), Countdown(harness.progress)
     for index, strategy in enumerate(strategies):
-        yield Progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
+        harness.progress(f"{strategy.name}: drawing {count_of(draws, 'round')} ...")
         own = replace(job, prefills={})  # a strategy keeps nothing of another one
         counts: Counter[int] = Counter()
         try:
             for draw in range(draws):
                 done = (index + draw / draws) / len(strategies)
-                yield from countdown.at(done, f"{strategy.name}: {draw} of {draws} draws")
+                countdown.at(done, f"{strategy.name}: {draw} of {draws} draws")
                 counts[_first_token(strategy, own, draw)] += 1
         except UserError as error:
-            yield Note(f"{strategy.name}: left out. {error}")
+            harness.note(f"{strategy.name}: left out. {error}")
         finally:  # Ctrl-C is raised again once the row is consumed
             if counts:
                 # A strategy may compute either version, so the one that matches the draws best counts.

@@ -121,28 +121,28 @@ def _compare(argument: str, context: CommandContext) -> Outcome:
         raise UserError(f"the files have no prompt and strategy in common. {' '.join(problems[:1])}")
     comparison = _Comparison([*first.left_out, *second.left_out, *problems], first.others + second.others)
     files = f"A is {first.path}, B is {second.path}"
-    events, title = map(comparison.add, matches), f"/compare: {files}"
-    return [TABLE.report("compare", files, context.settings, events, conclude=comparison.conclusion, title=title)]
+    rows, title = map(comparison.add, matches), f"/compare: {files}"
+    return [TABLE.report("compare", files, context.settings, rows, conclude=comparison.conclusion, title=title)]
 
 
 def _replay(argument: str, context: CommandContext) -> Outcome:
     file = records.read_records(path_in(argument, "/replay runs.jsonl"))
     comparison = _Comparison(file.left_out, file.others)
-    files, events = f"A is {file.path}, B is the same run now", _replayed(comparison, file.runs, context)
+    files, rows = f"A is {file.path}, B is the same run now", _replayed(comparison, file.runs, context)
     title = f"/replay: {files}"
-    return [TABLE.report("replay", files, context.settings, events, conclude=comparison.conclusion, title=title)]
+    return [TABLE.report("replay", files, context.settings, rows, conclude=comparison.conclusion, title=title)]
 
 
 def _replayed(
     comparison: _Comparison, recorded: Sequence[records.RecordedRun], context: CommandContext
-) -> Iterator[records.ReportEvent]:
+) -> Iterator[Row]:
     """Run all records again, as far as they can run here."""
-    countdown, problems = records.Countdown(), dict[str, list[int]]()
+    countdown, problems = records.Countdown(context.harness.progress), dict[str, list[int]]()
     warm = set[tuple[str, ...]]()
     try:
         for index, past in enumerate(recorded):
             where = f"{index + 1} of {len(recorded)} ({past.row['strategy']})"
-            yield countdown.progress(index / len(recorded), where)
+            countdown.progress(index / len(recorded), where)
             try:
                 found = rerun(past, context, warm)
             except UserError as error:

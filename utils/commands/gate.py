@@ -179,19 +179,19 @@ class _Gate:
     problems: dict[str, list[int]] = field(default_factory=dict)
     refused: int = 0
 
-    def events(self) -> Iterator[records.ReportEvent]:
+    def measured(self) -> Iterator[Row]:
+        """The rows of all passes that are needed."""
         if servers := [run.line for run in self.file.runs if run.row.get(records.SERVER)]:
             self.problems["only runs of strategies are measured, no servers."] = servers
         self.file.runs = [run for run in self.file.runs if run.line not in servers]
-        countdown, warm, rows = records.Countdown(), set[tuple[str, ...]](), list[dict[str, Any]]()
+        countdown, warm = records.Countdown(self.context.harness.progress), set[tuple[str, ...]]()
+        rows: list[dict[str, Any]] = []
         try:
             while not rows or (len(self.passes) < self.repeats and self._may_decide(rows)):
-                yield from self._pass(countdown, warm)
+                self._pass(countdown, warm)
                 rows = self.rows()
-        except KeyboardInterrupt:
-            yield from rows  # of the finished passes
-            raise
-        yield from rows
+        finally:  # Ctrl-C is raised again once the rows of the finished passes are consumed
+            yield from rows
         if path := os.environ.get(SUMMARY):
             try:
                 with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
@@ -202,12 +202,12 @@ class _Gate:
     def _may_decide(self, rows: Sequence[Row]) -> bool:
         return any(row["verdict"] == UNDECIDED and row["interval"] for row in rows) and self.status(rows) != 1
 
-    def _pass(self, countdown: records.Countdown, warm: set[tuple[str, ...]]) -> Iterator[records.ReportEvent]:
+    def _pass(self, countdown: records.Countdown, warm: set[tuple[str, ...]]) -> None:
         """Run every record once. In the first pass those that cannot run are removed."""
         number, runs, now = len(self.passes), self.file.runs, dict[int, records.RecordedRun]()
         for index, past in enumerate(runs):
             where = f"repeat {number + 1} of at most {self.repeats}: {index + 1} of {len(runs)}"
-            yield countdown.progress((number + index / len(runs)) / self.repeats, where)
+            countdown.progress((number + index / len(runs)) / self.repeats, where)
             try:
                 found = rerun(past, self.context, warm)
             except UserError as error:
@@ -282,7 +282,7 @@ def _gate(argument: str, context: CommandContext) -> Outcome:
     file = records.read_records(path_in(name, "/gate runs.jsonl"))
     limits = TOLERANCE.parse(percent or PERCENT), GATE_REPEATS.parse(repeats or REPEATS)
     gate = _Gate(file, context, *limits)
-    shown = ("gate", str(file.path), context.settings, gate.events())
+    shown = ("gate", str(file.path), context.settings, gate.measured())
     title = f"/gate: {file.path}, at most {count_of(gate.repeats, 'repeat')}"
     return [TABLE.report(*shown, conclude=gate.conclusion, title=title, status=gate.status)]
 

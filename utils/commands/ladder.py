@@ -4,8 +4,9 @@ Parts of one text, cut to each context length and with a question at the end, ru
 and by the target alone. A part has the same end at all lengths, so that lengths are compared part by part.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile, zip_longest
 from pydoc_data.topics import topics
 from statistics import mean
@@ -20,7 +21,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, Run, complete, request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Note, Progress, Report, ReportEvent, gathered
+from utils.comparison.records import Report, gathered
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import Settings
 from utils.decode.model_info import GROWTH, cache_bytes, check_memory, context_length
@@ -186,30 +187,32 @@ class _Ladder:
     def report(self, title: str, text: str, lengths: Sequence[int]) -> Report:
         return ladder_table(servers=self._server is not None).report(
             *("server_ladder" if self._server else "ladder", title, self._settings),
-            then_rows(self._events(text, lengths), self._rows),
+            then_rows(partial(self._run, text, lengths), self._rows),
             shown=without_baselines,
             conclude=conclusion,
             title=title + ", on servers" * bool(self._server),
         )
 
-    def _events(self, text: str, lengths: Sequence[int]) -> Iterator[ReportEvent]:
+    def _run(self, text: str, lengths: Sequence[int]) -> None:
         limits = [context_length(model) for model in self._models]
         if self._models:
-            yield Progress("measuring what a run takes ...")
+            self._harness.progress("measuring what a run takes ...")
             self._settings = with_costs(self._harness, self._settings)
         if not lengths:
             most = limits[0] if limits and limits[0] else DEFAULT[-1]
             lengths = [length for length in DEFAULT if length <= most] or [most // 2, most]
-        items = yield from self._items(text, lengths)
+        items = self._items(text, lengths)
         repeats = -(-TEXTS * len(self._lengths) // len(items))
         self._race = ArmRace(self._harness, items, repeats)
-        yield from map(Note, [ONE_TEXT] * (repeats == TEXTS))
-        yield Note(self._estimate(items, repeats))
+        if repeats == TEXTS:
+            self._harness.note(ONE_TEXT)
+        self._harness.note(self._estimate(items, repeats))
         if limits[1:] and limits[1] is not None and limits[1] < self._lengths[-1]:
-            yield Note(f"The drafter has a context length of {limits[1]:,}, so it drafts nothing in longer contexts.")
-        yield from self._race.events()
+            sentence = f"The drafter has a context length of {limits[1]:,}, so it drafts nothing in longer contexts."
+            self._harness.note(sentence)
+        self._race.run_all()
 
-    def _items(self, text: str, lengths: Sequence[int]) -> Generator[Note, None, list[RaceItem]]:
+    def _items(self, text: str, lengths: Sequence[int]) -> list[RaceItem]:
         """The prompts, part after part. Lengths that do not fit get a note; if none fits, UserError is raised."""
         problems, size, runs = list[str](), 0, (self._settings, self._arms)
         for length in lengths:
@@ -220,7 +223,8 @@ class _Ladder:
                 problems.append(f"{short_tokens(length)} is left out. {error}")
         if not self._lengths:
             raise UserError(problems[-1])
-        yield from map(Note, problems)
+        for problem in problems:
+            self._harness.note(problem)
         count = max(1, min(TEXTS, int(len(text) / (SPARE * size))))
         return [
             RaceItem(part, Prompt(self._cut(text[: len(text) * part // count], length)), short_tokens(length), *runs)

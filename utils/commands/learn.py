@@ -32,7 +32,7 @@ from utils.commands.verdicts.measurement import Measurement, PromptPlan, run_len
 from utils.commands.verdicts.selection import race_of
 from utils.comparison.arms import LocalArm, complete
 from utils.comparison.harness import Harness
-from utils.comparison.records import Progress, Report, ReportEvent
+from utils.comparison.records import Report
 from utils.comparison.speed_claims import FASTER, MIN_VALUES, SLOWER, claim_text, no_difference
 from utils.comparison.training import Training
 from utils.comparison.warm_up import shortened as warm_up_settings
@@ -177,15 +177,17 @@ class _Race:
         prompts = self.training.apart
         table = race_table([RaceItem(number, one, ALL_TASKS, self.settings, ()) for number, one in enumerate(prompts)])
         return table.report(
-            *("learn", KEPT_APART, self.settings, then_rows(self._events(), self._rows)),
+            *("learn", KEPT_APART, self.settings, then_rows(self._run, self._rows)),
             conclude=lambda rows: [self._conclusion()],
             title=f"/learn: {count_of(len(prompts), 'prompt')} kept apart",
         )
 
-    def _events(self) -> Iterator[ReportEvent]:
+    def _run(self) -> None:
+        progress = self.harness.progress
         if self.training.is_running:
-            yield Progress("waiting for the training ...")
-        yield from (Progress(Count(f"{state} ...")) for state in self.training.wait())
+            progress("waiting for the training ...")
+        for state in self.training.wait():
+            progress(Count(f"{state} ..."))
         self.folder = self.training.drafter()
         old = self.harness.pair
         self.new = with_drafter(old, self.folder)
@@ -196,11 +198,11 @@ class _Race:
                 for name, pair in ((OLD, old), (NEW, self.new))
             ]
             race = race_of(self.harness, dict(enumerate(self.training.apart, start=1)), self.settings, arms)
-            yield Progress("warming up both drafters ...")
+            progress("warming up both drafters ...")
             for arm in arms:
                 complete(arm.run(WARM_UP, warm_up_settings(self.settings)))
             self.measurement = Measurement(race, NEW, divided=True, clock=started_clock())
-            yield from self.measurement.run()
+            self.measurement.run()
             *_, self.row = self._rows()
         finally:
             if self.row is None or self.row["verdict"] != FASTER:

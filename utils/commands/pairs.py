@@ -12,7 +12,7 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome, Rep
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row
 from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Note, Progress, ReportEvent
+from utils.comparison.records import Countdown
 from utils.config.settings import Settings
 from utils.decode.model_info import context_length
 from utils.errors import UserError, check_choice
@@ -52,12 +52,12 @@ def _doctor(context: CommandContext) -> Outcome:
         raise UserError("/pair doctor examines a drafter with the target's tokenizer, and none is loaded.")
     local = LocalCauses(harness, settings)
     subject, title = (doctor.OWN_PROMPT, settings), f"/pair doctor: {name}"
-    last = CAUSES.report("drafter doctor", *subject, local.events(), conclude=local.conclusion, title=title)
+    last = CAUSES.report("drafter doctor", *subject, local.rows(), conclude=local.conclusion, title=title)
     if not isinstance(drafter, FeatureDrafter):
         return [last]
     lines: list[str] = []  # empty if it is interrupted
-    events = _examined(harness, settings, drafter, lines)
-    return [TABLE.report("doctor", *subject, events, conclude=lambda rows: lines, title=title), last]
+    rows = _examined(harness, settings, drafter, lines)
+    return [TABLE.report("doctor", *subject, rows, conclude=lambda rows: lines, title=title), last]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class LocalCauses:
     probes: list[causes.Probe] = field(default_factory=list)
     found: list[causes.Contrast] = field(default_factory=list)
 
-    def events(self) -> Iterator[ReportEvent]:
+    def rows(self) -> Iterator[Row]:
         pair = self.harness.pair
         prompts = [prompt.text for prompt in plan_prompts(BUILT_IN, ()).measured if self._fits(prompt.text)]
         if not prompts:
@@ -80,9 +80,9 @@ class LocalCauses:
             kinds[causes.TEMPLATE] = prompts
         for kind, texts in kinds.items():
             settings = replace(self.settings, chat=False) if kind == causes.TEMPLATE else self.settings
-            measured, countdown = list[causes.Counts](), Countdown()
+            measured, countdown = list[causes.Counts](), Countdown(self.harness.progress)
             for place, text in enumerate(texts):
-                yield from countdown.at(place / len(texts), f"{kind} texts: {place} of {len(texts)}")
+                countdown.at(place / len(texts), f"{kind} texts: {place} of {len(texts)}")
                 # A place without counts keeps the places of the others, because prompts are compared across kinds.
                 measured.append(self._counts(kind, text, settings) if self._fits(text) else ())
             self.probes.append(causes.Probe(kind, measured, self._expected(kind, measured)))
@@ -123,16 +123,16 @@ class LocalCauses:
         return [sentence(cause, shown), LEAST, checked(self.found)]
 
 
-def _examined(harness: Harness, settings: Settings, drafter: FeatureDrafter, lines: list[str]) -> Iterator[ReportEvent]:
+def _examined(harness: Harness, settings: Settings, drafter: FeatureDrafter, lines: list[str]) -> Iterator[Row]:
     """Compare the readings of the loaded drafter, and switch to the best one if it is significantly better. What was
     found is added to `lines`.
     """
     pair, prompt = harness.pair, harness.prompt_ids(doctor.OWN_PROMPT, settings)
-    yield Progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
+    harness.progress(f"generating {doctor.TEXT_TOKENS} tokens of the target ...")
     text = doctor.own_text(pair.target, prompt, doctor.TEXT_TOKENS, pair.engine.report)
     found = doctor.examine(drafter, pair.target, text, len(prompt), report=pair.engine.report)
     if not doctor.other_readings(drafter):
-        yield Note("This format leaves nothing to convention.")
+        harness.note("This format leaves nothing to convention.")
     # Nothing below takes time, so that Ctrl-C cannot come between the correction and its rows.
     lines.append(found.conclusion())
     if found.better is not None:
@@ -153,7 +153,7 @@ TABLE = ResultTable(
 )
 
 
-def _figures(reading: doctor.Reading, found: doctor.Examination) -> dict[str, object]:
+def _figures(reading: doctor.Reading, found: doctor.Examination) -> Row:
     return {
         "reading": reading.name,
         **asdict(reading.conventions),

@@ -5,6 +5,7 @@ turns, to separate differences in speed from noise.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
@@ -14,7 +15,7 @@ from utils.commands.shared.registry import Command, CommandContext, Outcome, pat
 from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm
-from utils.comparison.records import Report, ReportEvent, shortened
+from utils.comparison.records import Report, shortened
 from utils.comparison.warm_up import with_costs
 from utils.config.settings import NGRAM_PARTS, SAMPLING_PARTS, Settings, setting_fields
 from utils.errors import UserError, check_choice, naming
@@ -87,7 +88,7 @@ def _report(
     shown = [arm for arm in items[0].arms if arm.strategy is None or not on_servers]
     return races.race_table(items, servers=on_servers).report(
         *(record, subject, context.settings),
-        races.then_rows(race.events(), lambda: races.race_rows(race.results, shown)),
+        races.then_rows(race.run_all, lambda: races.race_rows(race.results, shown)),
         conclude=lambda rows: races.race_conclusion(rows, len(items) if title else None),
         title=(title or f'/race {repeats} of "{shortened(subject)}"') + ", on servers" * on_servers,
     )
@@ -161,7 +162,7 @@ def _sweep(argument: str, context: CommandContext) -> Outcome:
     return [
         sweep_table(name).report(
             *("sweep", last.text, context.settings),
-            races.then_rows(_swept_events(race), lambda: _swept_rows(race)),
+            races.then_rows(partial(_run_values, race), partial(_swept_rows, race)),
             conclude=conclusion,
             title=f'/sweep {name}, {count_of(repeats, "repeat")} of "{shortened(last.text)}"',
         )
@@ -175,10 +176,10 @@ def _swept_value(name: str, word: str, context: CommandContext) -> tuple[str, Se
     return f"{name} {word if name in PARTS else entry.show(settings)}", settings
 
 
-def _swept_events(race: races.ArmRace) -> Iterator[ReportEvent]:
+def _run_values(race: races.ArmRace) -> None:
     # Costs of drafters that the session has not used yet are measured before any run is timed.
     race.items = [replace(item, settings=with_costs(race.harness, item.settings)) for item in race.items]
-    yield from race.events()
+    race.run_all()
 
 
 def _swept_rows(race: races.ArmRace) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from utils.commands.servers.server_doctor import doctor
 from utils.commands.servers.server_load import load
 from utils.commands.servers.server_text import text
 from utils.commands.shared.registry import Command, CommandContext, Outcome, Reply, ShowRows, UseServers
-from utils.commands.shared.result_tables import ResultTable, figure
-from utils.comparison.records import Progress, ReportEvent
+from utils.commands.shared.result_tables import ResultTable, Row, figure
+from utils.comparison.harness import Harness
 from utils.drafter_formats.checkpoint import DRAFT_TO_TARGET, read_checkpoint
 from utils.drafter_formats.formats import format_of
 from utils.errors import UserError, check_choice
@@ -31,7 +31,6 @@ from utils.servers.address import (
     server_address,
     without_server,
 )
-from utils.servers.connection import ServerList
 from utils.servers.processes.flags import LLAMA, SGLANG, VLLM
 from utils.servers.processes.programs import DRAFTS, EMBEDDED, NGRAM, PROGRAMS, Launch, command_line
 from utils.text import split_words
@@ -75,16 +74,16 @@ def start(argument: str, context: CommandContext) -> Outcome:
     # The address is still unknown, but its name and its baseline can be checked.
     placeholder = server_address(name, "http://127.0.0.1:1", baseline=options.get("baseline"))
     checked([*servers.addresses, placeholder])
-    events = _starting(servers, placeholder, launch)
+    rows = _starting(context.harness, placeholder, launch)
     title = f"/server start {kind}"
     subject = "server start", "", context.settings
-    return [TABLE.report(*subject, events, conclude=lambda rows: [RUNS.format(rows[0]["server"])], title=title)]
+    return [TABLE.report(*subject, rows, conclude=lambda rows: [RUNS.format(rows[0]["server"])], title=title)]
 
 
-def _starting(servers: ServerList, address: ServerAddress, launch: Launch) -> Iterator[ReportEvent]:
-    began = time.monotonic()
+def _starting(harness: Harness, address: ServerAddress, launch: Launch) -> Iterator[Row]:
+    began, servers = time.monotonic(), harness.state.servers
     for line in servers.start(address, launch):
-        yield Progress(line)
+        harness.progress(line)
     local, seconds = servers.connections[address.name].local, time.monotonic() - began
     assert local is not None
     figures = {"server": address.name, "url": local.url, "ready_seconds": seconds, "command": list(local.command)}

@@ -8,7 +8,7 @@ from utils.commands.shared.registry import ChangeSettings, Command, CommandConte
 from utils.commands.verdicts import measurement
 from utils.commands.verdicts.selection import DrafterSelection, ServerSelection
 from utils.comparison.harness import comparable_servers
-from utils.comparison.records import Report, ReportEvent, shortened
+from utils.comparison.records import Report, shortened
 from utils.comparison.speed_claims import baseline_name
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
@@ -48,9 +48,9 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
     what = f"{count} {plan.source}" if count > 1 else f'"{shortened(plan.measured[0].text)}"'
     chosen: list[measurement.Measurement] = []
 
-    def events() -> Iterator[ReportEvent]:
-        chosen.append((yield from selection.choose(plan)))
-        yield from chosen[0].run()
+    def measure() -> None:
+        chosen.append(selection.choose(plan))
+        chosen[0].run()
 
     def rows() -> Iterator[measurement.Figures]:
         """The baseline, then the candidate."""
@@ -62,7 +62,7 @@ def _report(selection: DrafterSelection | ServerSelection, settings: Settings, p
             yield row
 
     return measurement.verdict_table(servers=servers).report(
-        *("server_verdict" if servers else "verdict", plan.source, settings, then_rows(events(), rows)),
+        *("server_verdict" if servers else "verdict", plan.source, settings, then_rows(measure, rows)),
         conclude=lambda rows: measurement.sentences(rows[-1]),
         attachment=lambda rows: "\n".join(rows[-1].get("elsewhere", ())),
         transposed=True,

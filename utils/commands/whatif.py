@@ -15,20 +15,21 @@ from utils.commands.experiments import other_hardware as elsewhere
 from utils.commands.experiments.speed_model import (
     BY_POSITION,
     GammaRounds,
+    Prediction,
     TargetTiming,
     bottleneck,
     draft_figures,
     gamma_text,
     predictions,
-    replay_events,
+    replayed_rounds,
     target_run,
 )
 from utils.commands.shared.registry import Command, CommandContext, Outcome
 from utils.commands.shared.result_tables import ACCEPTANCE, NOTHING, ResultColumn, ResultTable, Row, figure, grouped
 from utils.comparison.arms import PREFIX
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Progress, ReportEvent, read_records, run_records, shortened
-from utils.comparison.strategies import Job, Strategy
+from utils.comparison.records import read_records, run_records, shortened
+from utils.comparison.strategies import Job
 from utils.errors import UserError
 from utils.metrics.results import Generation, spans_of
 from utils.models.feature_drafter import StepwiseDrafter
@@ -59,7 +60,8 @@ def _whatif(argument: str, context: CommandContext) -> Outcome:
         return _elsewhere(elsewhere.parse(argument), context)
     harness, (last, run, job) = context.harness, _replayed(context, context.settings.drafter_kind)
     drafting = [strategy for strategy in harness.runnable(job.settings) if strategy.drafts]
-    shown = ("whatif", last.text, job.settings, _rows(job, drafting, run))
+    replayed = predictions(job, drafting, run, lambda text: harness.progress(f"replaying {text}"))
+    shown = ("whatif", last.text, job.settings, _rows(job, run, replayed))
     return [TABLE.report(*shown, shown=_without_repeats, conclude=partial(_conclusion, context.settings.gamma))]
 
 
@@ -77,12 +79,8 @@ def _replayed(context: CommandContext, kinds: tuple[str, ...]) -> tuple[LastProm
     return last, run, job
 
 
-def _rows(job: Job, drafting: Sequence[Strategy], run: Generation) -> Iterator[ReportEvent]:
-    for event in predictions(job, drafting, run, "replaying"):
-        if isinstance(event, Progress):
-            yield event
-            continue
-        strategy, gamma, steps, seconds, speedup = event
+def _rows(job: Job, run: Generation, replayed: Iterator[Prediction]) -> Iterator[Row]:
+    for strategy, gamma, steps, seconds, speedup in replayed:
         yield {
             "strategy": strategy.name,
             "drafter": strategy.drafter_label(job.pair),
@@ -159,9 +157,11 @@ def _elsewhere(values: dict[str, Any], context: CommandContext) -> Outcome:
     load = elsewhere.Deployment(shape, **values)
     load.check()  # raises UserError before anything is replayed
     strategy = next(one for one in context.harness.runnable(job.settings) if one.word == LOADED)
-    events = _predicted(load, replay_events(job, [strategy], run.tokens, "replaying"))
+    progress = context.harness.progress
+    replayed = replayed_rounds(job, [strategy], run.tokens, lambda text: progress(f"replaying {text}"))
     title, conclude = f'/whatif on={load.device} of "{shortened(last.text)}"', partial(_there, load)
-    return [THERE.report("whatif on", last.text, job.settings, events, conclude=conclude, title=title)]
+    shown = ("whatif on", last.text, job.settings, _predicted(load, replayed))
+    return [THERE.report(*shown, conclude=conclude, title=title)]
 
 
 def _records_of(source: str, last: LastPrompt, context: CommandContext) -> list[Row]:
@@ -172,13 +172,12 @@ def _records_of(source: str, last: LastPrompt, context: CommandContext) -> list[
     return [row for row in rows if row["strategy"] == PREFIX + source or not row["drafted"]]
 
 
-def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds | Progress]) -> Iterator[ReportEvent]:
-    lengths: dict[int, float] = {}
-    for event in replayed:
-        if isinstance(event, Progress):
-            yield event
-        elif event.gamma is not None and 1 <= event.gamma <= elsewhere.MOST_DRAFTS:
-            lengths[event.gamma] = sum(len(step.tokens) for step in event.steps) / len(event.steps)
+def _predicted(load: elsewhere.Deployment, replayed: Iterator[GammaRounds]) -> Iterator[Row]:
+    lengths = {
+        one.gamma: sum(len(step.tokens) for step in one.steps) / len(one.steps)
+        for one in replayed
+        if one.gamma is not None and 1 <= one.gamma <= elsewhere.MOST_DRAFTS
+    }
     ratio = load.ratio(lengths)
     for gamma, length in lengths.items():
         speedup = length / ratio(gamma)

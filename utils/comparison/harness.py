@@ -166,12 +166,15 @@ NOTHING_RUNS = "There is nothing to run a prompt with: /server add NAME URL adds
 class Harness:
     """A pair, the table of strategies, and the state of the session.
 
-    `loaded` is None in a session without local models. Only its drafter may change.
+    `loaded` is None in a session without local models. Only its drafter may change. `progress` receives sentences about
+    the current work, and `note` those that stay on the screen, for example about skipped prompts.
     """
 
     loaded: Pair | None
     state: SessionState
     strategies: Sequence[Strategy] = field(default=STRATEGIES)
+    progress: Callable[[str], None] = lambda text: None
+    note: Callable[[str], None] = lambda text: None
 
     @classmethod
     def of(cls, pair: Pair | None, settings: Settings, strategies: Sequence[Strategy] = STRATEGIES) -> "Harness":
@@ -237,10 +240,10 @@ class Harness:
         connections = self.state.servers.connections.values()
         return [ServerArm(connection, self.loaded, place) for place, connection in enumerate(connections)]
 
-    def plan(self, text: str, settings: Settings, note: Callable[[str], None]) -> list[PlannedRun]:
+    def plan(self, text: str, settings: Settings) -> list[PlannedRun]:
         """The enabled strategies, with jobs that share the session's storage and caches, and then the servers.
 
-        `note` receives each reason why a strategy is skipped or drafts nothing. Raises UserError for a prompt that the
+        The reasons why strategies are skipped or draft nothing are noted. Raises UserError for a prompt that the
         target cannot take.
         """
         servers: list[PlannedRun] = [(arm, self._history(arm, settings)) for arm in self.server_arms()]
@@ -249,9 +252,9 @@ class Harness:
         if servers and not self.runs_locally(settings):
             return servers
         if self.pair.drafter is None and any(row.needs_drafter for row in self.variants(settings, enabled=True)):
-            note(NO_DRAFTER)
+            self.note(NO_DRAFTER)
         arms = self._prepared(text, settings, [self.arm(strategy) for strategy in self.enabled(settings)])
-        self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None], note)
+        self._check_prompts([(arm.strategy, arm.job) for arm in arms if arm.job is not None])
         return [*((arm, arm.job.history if arm.job else ()) for arm in arms), *servers]
 
     def _history(self, arm: Arm, settings: Settings) -> Turns:
@@ -269,7 +272,7 @@ class Harness:
             for arm, history in zip(arms, histories, strict=True)
         ]
 
-    def _check_prompts(self, planned: Sequence[tuple[Strategy, Job]], note: Callable[[str], None]) -> None:
+    def _check_prompts(self, planned: Sequence[tuple[Strategy, Job]]) -> None:
         """Refuse an unusable prompt once, not once per strategy. One that is too long for the drafter gets a note."""
         # Only `begin` is needed. Without a cache, opening a session probes nothing.
         session = ModelSession(self.pair.target, use_cache=False)
@@ -285,7 +288,7 @@ class Harness:
         bound = context_length(self.pair.drafter) if longest else None
         # The same bound as in ModelDrafter.begin: a draft needs one position.
         if bound is not None and longest >= bound:
-            note(
+            self.note(
                 f"The prompt has {count_of(longest, 'token')} and the drafter a context length of {bound}: "
                 "it will draft nothing."
             )

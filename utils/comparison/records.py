@@ -40,43 +40,28 @@ Key = TypeVar("Key", bound=Hashable)
 Row = Mapping[str, Any]  # the figures of one row of a report, or a record
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A sentence about the current work."""
-
-    text: str
-
-
 class Countdown:
-    """Progress of long work with the time that is left, counted from its creation. Tests replace the clocks."""
+    """Shows the progress of long work with the time that is left, counted from its creation. Tests replace the clocks.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    `show` receives the sentences.
+    """
+
+    def __init__(self, show: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._show, self._clock = show, clock
         self._start = self._shown = clock()
 
-    def at(self, fraction: float, text: str) -> Iterator[Progress]:
-        """Yields a progress sentence for work that is done to this fraction (0 to 1), at most once per INTERVAL."""
+    def at(self, fraction: float, text: str) -> None:
+        """Show progress for work that is done to this fraction (0 to 1), at most once per INTERVAL."""
         now = self._clock()
-        if now - self._shown < INTERVAL:
-            return
-        self._shown = now
-        yield self.progress(fraction, text)
+        if now - self._shown >= INTERVAL:
+            self._shown = now
+            self.progress(fraction, text)
 
-    def progress(self, fraction: float, text: str) -> Progress:
-        """The sentence for work that is done to this fraction."""
+    def progress(self, fraction: float, text: str) -> None:
+        """Show progress for work that is done to this fraction."""
         seconds = self._clock() - self._start
         left = f", about {seconds * (1 - fraction) / fraction:.0f} s left" if fraction else ""
-        return Progress(f"{text}{left} ...")
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A sentence that stays on the screen, for example about skipped prompts."""
-
-    text: str
-
-
-ReportEvent = Progress | Note | Row
+        self._show(f"{text}{left} ...")
 
 
 def gathered(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
@@ -95,7 +80,7 @@ def shortened(text: str, length: int = SHOWN_PROMPT) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report that is computed while its `events` are consumed.
+    """A report that is computed while its `rows` are consumed, the last of them even after Ctrl-C or an error.
 
     `name` is the `record` field in JSON, and `title` replaces the headline where a report is not about the last prompt.
     From the rows, `conclude` makes sentences, `attachment` data to copy, or nothing, and `status` the exit status.
@@ -109,7 +94,7 @@ class Report:
     settings: Settings
     headings: tuple[str, ...]
     cells: Callable[[Row], tuple[str, ...]]
-    events: Iterator[ReportEvent]
+    rows: Iterator[Row]
     conclude: Callable[[Sequence[Row]], list[str]]
     shown: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     attachment: Callable[[Sequence[Row]], str] = lambda rows: ""

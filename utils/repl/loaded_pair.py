@@ -122,6 +122,7 @@ class LoadedPair:
         to `warming`.
         """
         self.harness = Harness.of(pair, requested, tools.strategies)
+        self.harness.progress, self.harness.note = tools.renderer.progress, tools.renderer.note
         self.limits = Limits() if pair is None else limits_of(pair)
         self._note = tools.renderer.note
         self._earlier: list[tuple[Settings, Pair | None]] = []

@@ -5,7 +5,7 @@ Settings, storage and models survive any line that fails. The caller decides whe
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from functools import cache, partial
@@ -18,7 +18,7 @@ from utils.commands.learn import drafter_race
 from utils.commands.shared import registry
 from utils.comparison.arms import Run
 from utils.comparison.harness import Harness, LastPrompt, PlannedRun, divergence_of, unlike_target
-from utils.comparison.records import Note, Progress, Report, ReportEvent, Row, report_records, run_records
+from utils.comparison.records import Report, Row, report_records, run_records
 from utils.comparison.training import Training
 from utils.config.settings import Settings
 from utils.decode.steps import FinishReason
@@ -34,7 +34,7 @@ from utils.repl.status import first_screen, model_facts, server_screen, status_l
 from utils.screen.renderer import Renderer
 from utils.screen.run_view import PromptView, RunView, show_comparison, show_report
 from utils.servers.address import ServerAddress
-from utils.text import Count, encodable, quoted_text, unescape
+from utils.text import encodable, quoted_text, unescape
 
 TURN_NOT_KEPT = "This turn is not part of the conversation, because not every strategy finished it."
 NOT_EXPLAINED = "The reason why the texts differ could not be computed:"
@@ -66,18 +66,6 @@ def explain_error(renderer: Renderer, error: Exception) -> None:
         release_memory()
     else:
         renderer.crash()
-
-
-def _remaining_rows(events: Iterator[ReportEvent]) -> Iterator[Row]:
-    """The remaining rows of a report after Ctrl-C, which came within or between its events."""
-    # The generator yields its last rows in finally blocks. If Ctrl-C came from inside it, it has already ended, and
-    # `throw` raises at once. Without a generator there is an AttributeError.
-    with suppress(KeyboardInterrupt, StopIteration, AttributeError):
-        event: ReportEvent = events.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
-        while True:
-            if not isinstance(event, Progress | Note):
-                yield event
-            event = next(events)
 
 
 class ReplSession:
@@ -297,7 +285,7 @@ class ReplSession:
         # Bytes of the command line that are not UTF-8 are lone surrogates here, which tokenizers refuse.
         text = encodable(text)
         # Before the storage is emptied, so that a refused prompt changes nothing.
-        planned = self.harness.plan(text, settings, self._renderer.note)
+        planned = self.harness.plan(text, settings)
         self.harness.state.prompts.append(text)
         if settings.reset_in_between:
             self.harness.state.storage.reset()
@@ -381,17 +369,9 @@ class ReplSession:
         rows: list[Row] = []
         finished = False
         try:
-            for event in report.events:
-                if isinstance(event, Note):
-                    self._renderer.note(event.text)
-                elif isinstance(event, Progress):
-                    show = self._renderer.count if isinstance(event.text, Count) else self._renderer.progress
-                    show(event.text)
-                else:
-                    rows.append(event)
+            rows.extend(report.rows)  # Ctrl-C cannot come between two rows, and what came before it is kept
             finished = True
         except KeyboardInterrupt:
-            rows += _remaining_rows(report.events)
             self._renderer.note("Stopped. Finished so far:" if rows else NOTHING_FINISHED)
         finally:
             self._renderer.end_progress()

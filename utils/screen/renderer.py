@@ -233,7 +233,9 @@ class Renderer:
 
     def progress(self, text: str) -> None:
         """The current work. On a terminal the next output replaces this line, elsewhere it stays."""
-        if self._progress.is_possible:
+        if isinstance(text, Count):
+            self.count(text)
+        elif self._progress.is_possible:
             self._progress.show(visible(text))
         else:
             self.note(text)

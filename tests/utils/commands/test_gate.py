@@ -10,6 +10,7 @@ from functools import cache
 from math import exp
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import infer
 from utils.commands import gate
 from utils.commands.gate import UNDECIDED, WORSE, verdict_of
 from utils.comparison.arms import Run
+from utils.comparison.harness import Harness
 from utils.comparison.records import RecordedRun, RecordsFile, RunMatch
 from utils.config.settings import Settings, as_json
 from utils.metrics import intervals
@@ -73,12 +75,12 @@ def status_of(seed: int, *, scale: float, slow: float = 1.0, runs: int = 3, prom
     tasks = [(prompt, name) for _ in range(runs) for prompt in PROMPTS[:prompts] for name in SPEEDS]
     file = RecordsFile(Path("a"), [machine.run(line, *task) for line, task in enumerate(tasks, 1)])
     machine.slow = {"speculative": slow}
-    nothing: Any = None
+    context: Any = SimpleNamespace(harness=Harness.of(None, Settings()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate, "rerun", machine.rerun)
         patch.setattr(intervals, "RESAMPLES", FEWER)
-        one = gate._Gate(file, nothing, 5.0, repeats)
-        list(one.events())
+        one = gate._Gate(file, context, 5.0, repeats)
+        list(one.measured())
     return one.status(one.rows())
 
 
@@ -252,16 +254,16 @@ def test_the_advice_on_repeats_suffices() -> None:
         machine = Machine(seed, 0.4, {})
         tasks = [(prompt, name) for _ in range(4) for prompt in PROMPTS for name in SPEEDS]
         file = RecordsFile(Path("a"), [machine.run(line, *task) for line, task in enumerate(tasks, 1)])
-        nothing: Any = None
+        context: Any = SimpleNamespace(harness=Harness.of(None, Settings()))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gate, "rerun", machine.rerun)
             patch.setattr(intervals, "RESAMPLES", FEWER)
-            one = gate._Gate(file, nothing, 5.0, 1)
-            list(one.events())
+            one = gate._Gate(file, context, 5.0, 1)
+            list(one.measured())
             (row,) = (row for row in one.rows() if row["strategy"] == "ngram")
             if "would do" in row["more"] and "not" not in row["more"]:
                 one.repeats = int(row["more"].rpartition(" ")[2].rstrip(")"))
-                list(one.events())
+                list(one.measured())
                 decided.append(one.rows()[1]["verdict"] != UNDECIDED)
     assert len(decided) >= 5 and fmean(decided) >= 0.5, decided
 

@@ -23,7 +23,7 @@ from table_model import TableModel
 
 from utils.commands.ladder import ACCEPTANCE, DRAFTING, FEWER, QUESTION, VERIFYING, conclusion, lowers
 from utils.comparison.arms import LocalArm, Run
-from utils.comparison.records import Countdown, Progress
+from utils.comparison.records import Countdown
 from utils.config.settings import Settings
 from utils.decode import model_info
 from utils.metrics import intervals
@@ -304,7 +304,7 @@ def test_the_remaining_time_counts_long_prompts_more(
     view: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[float] = []
-    monkeypatch.setattr(Countdown, "progress", lambda self, fraction, text: done.append(fraction) or Progress(text))
+    monkeypatch.setattr(Countdown, "progress", lambda self, fraction, text: done.append(fraction))
     assert ladder_session(view, tmp_path).handle("/ladder 128 512") is Verdict.DONE
     part = [128 - LENGTH, 512 - LENGTH]
     assert len(done) == 10 and done[0] == 0 and done[-1] == pytest.approx(1 - part[1] / sum(part) / 5, rel=0.02)

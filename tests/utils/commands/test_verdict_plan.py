@@ -155,7 +155,7 @@ def test_a_first_interval_within_a_minute_and_an_end(
     session = session_of(view, tmp_path)
     session.handle("/length 128")
     seen: list[tuple[float, str]] = []
-    monkeypatch.setattr(view.renderer, "progress", lambda text: seen.append((runs.now, text)), raising=False)
+    monkeypatch.setattr(session.harness, "progress", lambda text: seen.append((runs.now, text)))
     row, shown = verdict_of(session, view, tmp_path, f"/verdict {prompts_file(tmp_path, TEXTS)}")
     assert row["length"] == 64 and "/length is 128" in shown
     assert next(now for now, text in seen if "95 % interval" in text) < 60 and runs.now < 180

@@ -14,7 +14,7 @@ from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTab
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import PREFIX, Arm, LocalArm, Run, ServerArm, compare_run, complete, text_figures
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Note, Progress, ReportEvent, gathered, shortened
+from utils.comparison.records import Countdown, gathered, shortened
 from utils.comparison.warm_up import shortened as warm_up_settings
 from utils.comparison.warm_up import warm_up
 from utils.config.settings import Settings
@@ -39,10 +39,10 @@ def rotated(items: Sequence[Item], start: int) -> list[Item]:
     return [items[(index + start) % len(items)] for index in range(len(items))]
 
 
-def then_rows(events: Iterator[ReportEvent], rows: Callable[[], Iterable[Row]]) -> Iterator[ReportEvent]:
-    """The events, followed by the rows of finished runs, even if Ctrl-C or an error ends the events."""
+def then_rows(work: Callable[[], None], rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Do the work, and yield the rows of finished runs, even if Ctrl-C or an error ends the work."""
     try:
-        yield from events
+        work()
     finally:  # Ctrl-C is raised again once the rows are consumed
         yield from rows()
 
@@ -166,25 +166,26 @@ class ArmRace:
     """The items and the results so far.
 
     `failures` counts, by server, the prompts in a row without an answer. `places` are those of prompts that could be
-    run, in their order.
+    run, in their order. The notes of a silent race are not shown.
     """
 
     harness: Harness
     items: Sequence[RaceItem]
     repeats: int = 1
+    is_silent: bool = False
     results: list[RaceResult] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
 
-    def events(self) -> Iterator[ReportEvent]:
+    def run_all(self) -> None:
         """Warm up, then run every item `repeats` times. Raises UserError if nothing could be run."""
         if any(item.prompt.later and not item.settings.uses_chat for item in self.items):
-            yield Note(ONLY_FIRST_TURNS)
-        yield Progress("warming up ...")
+            self.harness.note(ONLY_FIRST_TURNS)
+        self.harness.progress("warming up ...")
         self._warm_up()
         # A long prompt takes longer than a short one.
-        countdown, total, spent = Countdown(), len(self.items) * self.repeats, 0
+        countdown, total, spent = Countdown(self.harness.progress), len(self.items) * self.repeats, 0
         whole = self.repeats * sum(len(item.prompt.text) for item in self.items)
         # Whole passes over the items, so that a machine that slows down affects all of them alike.
         for repeat in range(self.repeats):
@@ -193,8 +194,8 @@ class ArmRace:
                 done = repeat * len(self.items) + place
                 where = f"{item.group}, " if len({one.group for one in self.items}) > 1 else ""
                 where += f"{done + 1} of {total}" if self._has_file else f"repeat {repeat + 1} of {self.repeats}"
-                yield countdown.progress(spent / whole, where)
-                yield from self.run(item, repeat)
+                countdown.progress(spent / whole, where)
+                self.run(item, repeat)
                 spent += len(item.prompt.text)
         if not self.results:
             raise UserError("none of the prompts could be run.")
@@ -213,13 +214,13 @@ class ArmRace:
                     with suppress(UserError):  # reported when the prompt is run
                         complete(arm.run(item.prompt.text, warm_up_settings(item.settings), item.history))
 
-    def run(self, item: RaceItem, repeat: int) -> Iterator[Note]:
+    def run(self, item: RaceItem, repeat: int) -> None:
         """Run an item by all arms that are present."""
         try:
             if self._has_file and any(arm.strategy is not None for arm in item.arms):
                 check_prompt(self.harness, item.prompt, item.settings)
         except UserError as error:
-            yield from self._note(f"Prompt {item.number} is left out. {error}")
+            self._note(f"Prompt {item.number} is left out. {error}")
             return
         present = [arm for arm in item.arms if not self.is_gone(arm)]
         place = self.places.get(item.number, len(self.places))
@@ -228,12 +229,12 @@ class ArmRace:
             try:
                 runs[arm.name] = item.answers(arm)
             except UserError as error:
-                yield from self._note(f"{arm.name}: prompt {item.number} is left out. {error}")
+                self._note(f"{arm.name}: prompt {item.number} is left out. {error}")
             if arm.strategy is None:
                 self.failures[arm.name] = 0 if arm.name in runs else self.failures.get(arm.name, 0) + 1
         for arm in present:
             if self.is_gone(arm):
-                yield from self._note(GONE.format(arm.name, MOST_FAILURES))
+                self._note(GONE.format(arm.name, MOST_FAILURES))
         if not runs:
             return
         self.places[item.number] = place
@@ -247,12 +248,13 @@ class ArmRace:
     def is_gone(self, arm: Arm) -> bool:
         return self.failures.get(arm.name, 0) >= MOST_FAILURES
 
-    def _note(self, sentence: str) -> Iterator[Note]:
+    def _note(self, sentence: str) -> None:
         """Each sentence once. A file of prompts that are too long has only a few."""
         if sentence not in self.notes and len(self.notes) <= MOST_NOTES:
             sentence = sentence if len(self.notes) < MOST_NOTES else FURTHER
             self.notes.append(sentence)
-            yield Note(sentence)
+            if not self.is_silent:
+                self.harness.note(sentence)
 
 
 REPEATS = 5  # of the last prompt

@@ -6,7 +6,7 @@ v(k) is the extra time of a verify pass with k drafts and c the time of one draf
 the target's own run. Under a response format, each draft adds the time of a mask.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -26,7 +26,7 @@ from sampling.counterfactual import (
 from utils.bounds import AUTO_GAMMA
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, Row
 from utils.comparison.harness import LastPrompt
-from utils.comparison.records import Countdown, Progress
+from utils.comparison.records import Countdown
 from utils.comparison.strategies import Job, Strategy
 from utils.decode.drafts import Draft
 from utils.decode.grammar import Grammar
@@ -51,18 +51,17 @@ class GammaRounds(NamedTuple):
     timings: list[RoundTiming]
 
 
-def replay_events(
-    job: Job, strategies: Sequence[Strategy], tokens: list[int], where: str = ""
-) -> Iterator[GammaRounds | Progress]:
-    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`, with progress
-    in between that begins with `where`.
+def replayed_rounds(
+    job: Job, strategies: Sequence[Strategy], tokens: list[int], progress: Callable[[str], None]
+) -> Iterator[GammaRounds]:
+    """The rounds of each strategy for gamma 0, 1, ... and for adaptive gamma, if the text were `tokens`.
 
     All strategies must draft. The job's storages and texts are used, but not changed. Raises UserError if a strategy
     cannot be run.
     """
     needs_features = any(strategy.needs_drafter for strategy in strategies)
     text = read_text(job, tokens, job.pair.feature_layers if needs_features else ())
-    countdown = Countdown()
+    countdown = Countdown(progress)
     for place, strategy in enumerate(strategies):
         # A smaller gamma gets the first drafts of the longest round, so one recording serves all, except for NEVER.
         longest = _build(job, strategy, AUTO_GAMMA)
@@ -73,7 +72,7 @@ def replay_events(
             for draft in drafts_along(text, longest.drafter, 1 if by_token else AUTO_GAMMA):
                 drafts.append(draft)
                 done = place + len(drafts) / (len(tokens) + AUTO_GAMMA)
-                yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
+                countdown.at(done / len(strategies), strategy.name)
         if by_token:
             drafts = [Draft(tokens) for tokens in chain_single_drafts([draft.tokens for draft in drafts], AUTO_GAMMA)]
         recorded = RecordedDrafter(drafts, len(text.context)) if drafts else None
@@ -82,7 +81,7 @@ def replay_events(
             yield GammaRounds(strategy, gamma, *replay(text, drafter, job.decoding, gamma=gamma))
             if not recorded:
                 done = place + (gamma + 1) / (AUTO_GAMMA + 2)
-                yield from countdown.at(done / len(strategies), f"{where} {strategy.name}")
+                countdown.at(done / len(strategies), strategy.name)
         adaptive = _build(job, strategy, None).drafter
         yield GammaRounds(strategy, None, *replay(text, adaptive, job.decoding, gamma=AUTO_GAMMA))
 
@@ -181,9 +180,9 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    job: Job, strategies: Sequence[Strategy], run: Generation, where: str
-) -> Iterator[Progress | Prediction]:
-    """Replay every gamma of each strategy along the target's own run, with progress that begins with `where`.
+    job: Job, strategies: Sequence[Strategy], run: Generation, progress: Callable[[str], None]
+) -> Iterator[Prediction]:
+    """Replay every gamma of each strategy along the target's own run. `progress` receives what is being replayed.
 
     Raises UserError if the run has fewer than two tokens.
     """
@@ -191,11 +190,7 @@ def predictions(
     # Times grow linearly with the context, so the costs in the middle of the run are the mean costs.
     costs = (job.settings.costs or Costs()).at(prompt + len(tokens) // 2)
     masking = 0.0 if (grammar := job.grammar()) is None else mask_seconds(grammar, tokens, job.pair.target)
-    for event in replay_events(job, strategies, tokens, where):
-        if isinstance(event, Progress):
-            yield event
-            continue
-        strategy, gamma, steps, timings = event
+    for strategy, gamma, steps, timings in replayed_rounds(job, strategies, tokens, progress):
         # Every draft at the cost of its drafter kind, which also reads the prompt once.
         drafts = [(timing.kind or strategy.drafter_label(job.pair), timing.drafts) for timing in timings]
         drafting = sum(count * costs.draft_cost(kind) for kind, count in drafts)

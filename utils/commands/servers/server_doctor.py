@@ -21,7 +21,7 @@ from utils.commands.verdicts.measurement import BUILT_IN, plan_prompts
 from utils.commands.verdicts.selection import speculation
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Countdown, Note, Progress, RecordedRun, ReportEvent, read_records
+from utils.comparison.records import Countdown, RecordedRun, read_records
 from utils.config.settings import Settings, as_json
 from utils.decode.model_info import context_length, vocabulary_size
 from utils.decode.steps import FinishReason
@@ -237,16 +237,17 @@ class ServerExamination:
         """That of sampled texts."""
         return self.settings.processor.effective_temperature or 1.0
 
-    def events(self) -> Iterator[ReportEvent]:
+    def rows(self) -> Iterator[Row]:
         self.facts = self._setup()
         if self.facts:
-            yield Note(f"{self.name} runs: {', '.join(f'{name} {value}' for name, value in self.facts.items())}.")
+            shown = ", ".join(f"{name} {value}" for name, value in self.facts.items())
+            self.harness.note(f"{self.name} runs: {shown}.")
         for kind, prompts in self._kinds():
             try:
-                yield from self._ask_all(kind, prompts)
+                self._ask_all(kind, prompts)
             except ServerError as error:
                 if kind in (LONG, TEMPLATE) and error.status is not None:
-                    yield Note(f"{kind}: left out, because the server refuses it. {error}")
+                    self.harness.note(f"{kind}: left out, because the server refuses it. {error}")
                     self.texts.pop(kind, None)
                     continue
                 raise
@@ -258,7 +259,7 @@ class ServerExamination:
                 return
         if not self._known:
             raise UserError(ALL_UNREAD.format(self.name))
-        yield from self._compare()
+        self._compare()
         yield from (row_of(one) | {"cause": self.cause, "facts": self.facts} for one in self.found)
 
     def _setup(self) -> dict[str, str]:
@@ -289,13 +290,13 @@ class ServerExamination:
         if theirs is not None and theirs != tuple(self.harness.prompt_ids(self.prompts[0], self.settings)):
             yield TEMPLATE, self.prompts
 
-    def _ask_all(self, kind: str, prompts: Sequence[str]) -> Iterator[ReportEvent]:
+    def _ask_all(self, kind: str, prompts: Sequence[str]) -> None:
         """The server's answers of a kind. Raises UserError if its drafts are unknown or those of others."""
-        found, countdown, why = self.texts.setdefault(kind, {}), Countdown(), ""
+        found, countdown, why = self.texts.setdefault(kind, {}), Countdown(self.harness.progress), ""
         rounds = steps = 0  # verify passes with drafts, and all passes after the prefill
         unread = 0
         for place, prompt in enumerate(prompts):
-            yield from countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
+            countdown.at(place / len(prompts), f"{kind} texts: {place} of {len(prompts)}")
             for _ in range(ATTEMPTS):
                 answer = self._ask(self.connection, kind, prompt)
                 drafts = answer.acceptance
@@ -318,13 +319,13 @@ class ServerExamination:
                     self._note_speed(answer, prompt, drafts)
         self.off_on = "" if found or why or unread else kind
         if unread:
-            yield Note(UNREAD.format(kind, unread, len(prompts), self.name))
+            self.harness.note(UNREAD.format(kind, unread, len(prompts), self.name))
             if not found:
                 del self.texts[kind]
         if len(found) < min(FEWEST, len(prompts)) and why:
             raise UserError(CROWDED.format(self.name, len(found), len(prompts), why))
         if found and 2 * rounds < steps:
-            yield Note(FEW_ROUNDS.format(self.name, 1 - rounds / steps, kind))
+            self.harness.note(FEW_ROUNDS.format(self.name, 1 - rounds / steps, kind))
 
     def _request(self, kind: str, prompt: str) -> RequestFor:
         """The request for a prompt, which the server puts into its own template for texts of the kind TEMPLATE."""
@@ -379,19 +380,19 @@ class ServerExamination:
     def _known(self) -> list[ServerText]:
         return [text for texts in self.texts.values() for text in texts.values()]
 
-    def _compare(self) -> Iterator[ReportEvent]:
+    def _compare(self) -> None:
         """Replay the texts, and find the cause."""
         self.draft = _drafts_a_round(self._known)
         self.by_position = all(text.drafts.by_position for text in self._known)
         if not self.by_position:
-            yield Note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
+            self.harness.note(f"{self.name} does not count drafts by position: all positions are compared as draft 1.")
         elif _end_early(self._known, self.draft):
             self.by_position = False
-            yield Note(EARLY.format(self.name, self.draft))
+            self.harness.note(EARLY.format(self.name, self.draft))
         for kind, texts in self.texts.items():
-            expected, greedy, countdown = list[Counts](), list[Counts](), Countdown()
+            expected, greedy, countdown = list[Counts](), list[Counts](), Countdown(self.harness.progress)
             for done, (place, text) in enumerate(texts.items()):
-                yield from countdown.at(done / len(texts), f"replaying {kind} texts: {done} of {len(texts)}")
+                countdown.at(done / len(texts), f"replaying {kind} texts: {done} of {len(texts)}")
                 drawn, likeliest = self._recorded(place) if self.recorded else self._replayed(kind, text)
                 expected.append(drawn)
                 greedy.append(likeliest)
@@ -403,7 +404,7 @@ class ServerExamination:
         self.found = contrasts(self.probes)
         self.cause, self.shown = diagnose(self.probes, self.found)
         if self.cause in (DraftCause.FIRST, DraftCause.LATER) and not self.recorded:
-            yield from self._try_readings()
+            self._try_readings()
         elif self.cause is DraftCause.SOUND and is_slower(self.speedups):
             self.cause = DraftCause.SLOW
 
@@ -436,7 +437,7 @@ class ServerExamination:
         row = self.recorded[self.prompts[place]].row
         return (row["accepted_by_position"] if self.by_position else ((row["accepted"], row["drafted"]),)), ()
 
-    def _try_readings(self) -> Iterator[ReportEvent]:
+    def _try_readings(self) -> None:
         """Which other reading of the drafter's files gives the measured acceptance on the same texts."""
         drafter, probe = self.harness.pair.drafter, self.probes[0]
         if not isinstance(drafter, FeatureDrafter):
@@ -445,7 +446,7 @@ class ServerExamination:
         measured = rate(probe.measured, 0) or 0.0
         try:
             for name, conventions in others.items():
-                yield Progress(f"trying the reading: {name} ...")
+                self.harness.progress(f"trying the reading: {name} ...")
                 drafter.conventions = conventions
                 counts = [self._replayed(probe.name, text)[0] for text in self.texts[probe.name].values()]
                 first = rate(counts, 0) or 0.0
@@ -533,7 +534,7 @@ def doctor(argument: str, context: CommandContext) -> Outcome:
         recorded=recorded,
     )
     report = TABLE.report(
-        *("server doctor", examination.prompts[0], context.settings, examination.events()),
+        *("server doctor", examination.prompts[0], context.settings, examination.rows()),
         conclude=examination.conclusion,
         title=f"/server doctor {words[0]}, {count_of(len(examination.prompts), 'prompt')}",
     )

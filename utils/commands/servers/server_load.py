@@ -7,8 +7,9 @@ random times (`rate=`). Every load sends the same prompts equally often, so that
 
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, cycle, islice, product
 from math import ceil, inf
 from random import Random
@@ -27,7 +28,6 @@ from utils.commands.servers.load_figures import (
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.comparison.arms import request_maker
 from utils.comparison.harness import Harness
-from utils.comparison.records import Note, Progress, ReportEvent
 from utils.comparison.speed_claims import MIN_VALUES
 from utils.config.settings import Settings
 from utils.errors import UserError, check_choice
@@ -127,23 +127,23 @@ class LoadMeasurement:
         texts = len(next(iter(self.requests.values())))
         return ceil(self._at_least(load) / texts) * texts
 
-    def events(self) -> Iterator[ReportEvent]:
-        """All events. A server that was restarted runs as before afterwards."""
+    def run(self) -> None:
+        """Measure everything. A server that was restarted runs as before afterwards."""
         first = self.arms[0]
         before = None if first.launch is None else self._servers.launch_of(first.server)
         try:
             if before is not None:
                 began = time.monotonic()
-                yield from self._start(first)
+                self._start(first)
                 self.starting = time.monotonic() - began
-            yield from self._first_requests()
-            yield from self._fit_into_time()
-            yield from self._measure()
+            self._first_requests()
+            self._fit_into_time()
+            self._measure()
         finally:
             for line in () if before is None else self._servers.restart(first.server, before):
-                yield Progress(line)
+                self.harness.progress(line)
 
-    def _measure(self) -> Iterator[ReportEvent]:
+    def _measure(self) -> None:
         for load, arm in product(self.loads, self.arms):
             address = self._servers.connections[arm.server].address
             cell = LoadCell(load, address, self.turns, self.limits, self.is_fixed, arm.draft)
@@ -153,23 +153,24 @@ class LoadMeasurement:
             if arm in self.failed:
                 continue
             try:
-                yield from self._start(arm)
+                self._start(arm)
                 left = max(0.0, self.seconds - (time.monotonic() - began))
-                yield Progress(f"{arm.label}, {load}, turn {turn + 1} of {self.turns}, at most {left:.0f} s left ...")
+                where = f"{arm.label}, {load}, turn {turn + 1} of {self.turns}"
+                self.harness.progress(f"{where}, at most {left:.0f} s left ...")
                 connection = self._servers.connections[arm.server]
                 measured = self._send(load, turn, connection, count=self._per_turn(load), limit=left)
             except UserError as error:
                 if arm.launch is None:
                     raise
                 self.failed.append(arm)  # another length may run
-                yield Note(f"{arm.label}: {error}")
+                self.harness.note(f"{arm.label}: {error}")
                 continue
             if measured.unfinished:  # a part of a slice had other prompts, and fewer clients at its end
-                yield Note(TIME_OVER.format(self.seconds))
+                self.harness.note(TIME_OVER.format(self.seconds))
                 return
             self.cells[load, arm.label].slices[turn] = measured
             for failure in set(measured.failures) - notes:
-                yield Note(f"{arm.label}, {load}: {failure}")
+                self.harness.note(f"{arm.label}, {load}: {failure}")
             notes.update(measured.failures)
 
     def _order(self) -> Iterator[tuple[int, Load, LoadArm]]:
@@ -185,16 +186,16 @@ class LoadMeasurement:
             for arm, load in product(self.arms[:: -1 if turn % 2 else 1], self.loads):
                 yield turn, load, arm
 
-    def _start(self, arm: LoadArm) -> Iterator[Progress]:
+    def _start(self, arm: LoadArm) -> None:
         """Restart the server if the arm has another draft length than the running one, and warm it up."""
         if arm.launch is None or arm is self.running:
             return
         self.running = None
         for line in self._servers.restart(arm.server, arm.launch):
             where = f"{arm.server} with {arm.label}: {line}"
-            yield Progress(Count(where) if isinstance(line, Count) else where)
+            self.harness.progress(Count(where) if isinstance(line, Count) else where)
         for load in self.loads if self.requests else ():
-            yield from self._warm_up(load)
+            self._warm_up(load)
         self.running = arm
 
     def _send(self, load: Load, turn: int, connection: Connection, *, count: int, limit: float) -> LoadSlice:
@@ -207,14 +208,14 @@ class LoadMeasurement:
             arrivals = list(accumulate((random.expovariate(load.value) for _ in range(count - 1)), initial=0.0))
         return run_slice(connection, sent, concurrency=load.clients, arrivals=arrivals, limit=limit)
 
-    def _first_requests(self) -> Iterator[ReportEvent]:
+    def _first_requests(self) -> None:
         """Two requests to each server: the first answer includes the first use, the second one is timed."""
         texts = spaced(self.prompts, min(map(self._at_least, self.loads)))
         if len(texts) < (count := len(self.prompts)):
-            yield Note(PART_SENT.format(len(texts), count_of(count, "prompt"), count * self.turns))
+            self.harness.note(PART_SENT.format(len(texts), count_of(count, "prompt"), count * self.turns))
         for connection in self._connections:
             name = connection.address.name
-            yield Progress(f"warming up {name} ...")
+            self.harness.progress(f"warming up {name} ...")
             makers = (request_maker(self.harness.loaded, text, self.settings) for text in texts)
             made = (make(connection.kind, connection.client) for make in makers)
             self.requests[name] = [
@@ -227,7 +228,7 @@ class LoadMeasurement:
                     raise UserError(NO_ANSWER.format(name, self.seconds))
             self.singles[name] = one.seconds
 
-    def _fit_into_time(self) -> Generator[ReportEvent, None, None]:
+    def _fit_into_time(self) -> None:
         """Reduce the plan to what fits: fewer turns, but enough for a verdict, then fewer loads. Slices stay whole."""
         fewest, planned = min(self.turns, MIN_VALUES), self.turns
         starts = self.starting * (len(self.arms) - 1)  # seconds of a turn, whose first length runs already
@@ -236,7 +237,7 @@ class LoadMeasurement:
         for load in self.loads:
             seconds = self._estimate(load, self.singles)
             if fewest * (starts + sum(kept.values()) + seconds) <= self.seconds:
-                seconds = yield from self._warm_up(load)
+                seconds = self._warm_up(load)
             fits = fewest * (starts + sum(kept.values()) + seconds) <= self.seconds
             (kept if fits else dropped)[load] = seconds
         if not kept:
@@ -247,10 +248,10 @@ class LoadMeasurement:
         if dropped or turns < planned:
             without = f", but not for {', '.join(map(str, dropped))}" if dropped else ""
             everything = ceil(planned * sum((starts, *kept.values(), *dropped.values())))
-            yield Note(LEFT_OUT.format(self.seconds, f"{turns} of {planned} turns", without, everything))
+            self.harness.note(LEFT_OUT.format(self.seconds, f"{turns} of {planned} turns", without, everything))
         self.loads, self.turns = list(kept), turns
         count = turns * len(self.arms) * sum(map(self._per_turn, kept))
-        yield Note(f"{count_of(count, 'request')}: about {turns * (starts + sum(kept.values())):.0f} s.")
+        self.harness.note(f"{count_of(count, 'request')}: about {turns * (starts + sum(kept.values())):.0f} s.")
 
     def _estimate(self, load: Load, once: Mapping[str, float]) -> float:
         """The seconds of one turn of all arms. `once` has those of one request, or of as many as run at once."""
@@ -261,12 +262,12 @@ class LoadMeasurement:
         # The first requests at a load may be slow, but requests never gain from being sent one by one.
         return sum(min(count / load.value * once[name], count * self.singles[name]) for name in servers)
 
-    def _warm_up(self, load: Load) -> Generator[Progress, None, float]:
+    def _warm_up(self, load: Load) -> float:
         """Send requests at this load to every server. Returns the estimated seconds of a turn of all arms."""
         once = dict[str, float]()
         for connection in self._connections:
             name = connection.address.name
-            yield Progress(f"warming up {name}, {load} ...")
+            self.harness.progress(f"warming up {name}, {load} ...")
             sent = self._send(load, 0, connection, count=_warm_up_count(load), limit=self.seconds)
             once[name] = inf if sent.unfinished else sent.seconds
         return self._estimate(load, once)
@@ -294,7 +295,7 @@ def load(argument: str, context: CommandContext) -> Outcome:
     sizes = f"{'exactly' if measurement.is_fixed else 'up to'} {count_of(measurement.length, 'token')} a request"
     report = load_table(measurement.limits).report(
         *("server load", prompts[0], context.settings),
-        then_rows(measurement.events(), lambda: load_rows(cells)),
+        then_rows(measurement.run, partial(load_rows, cells)),
         conclude=conclusion,
         attachment=lambda rows: "\n".join(load_settings(rows, started)),
         title=f"/server load {name}, {sizes}, times at 50/90/99 %",

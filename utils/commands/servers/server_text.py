@@ -15,7 +15,8 @@ from utils.bounds import WholeRange
 from utils.commands.shared.registry import CommandContext, Outcome, path_in
 from utils.commands.shared.result_tables import ResultColumn, ResultTable, Row, figure
 from utils.comparison.arms import request_maker
-from utils.comparison.records import Countdown, Note, Progress, ReportEvent
+from utils.comparison.harness import Harness
+from utils.comparison.records import Countdown
 from utils.errors import UserError
 from utils.metrics.results import CHARACTER, TOKEN, first_difference
 from utils.prompts.prompt_files import read_prompts, spaced
@@ -102,31 +103,32 @@ class TextTrial:
     concurrency: int
     outputs: dict[tuple[str, str], list[list[Output]]] = field(default_factory=dict)
 
-    def events(self, context: CommandContext) -> Iterator[ReportEvent]:
+    def rows(self, context: CommandContext) -> Iterator[Row]:
+        harness = context.harness
         each = f"{count_of(self.repeats * len(self.prompts), 'request')} of up to {context.settings.length} tokens"
         try:
             for connection in self.connections:
                 made = [_greedy_request(connection, prompt, context) for prompt in self.prompts]
                 self.requests[connection.address.name] = made
-            yield Progress(f"alone: {each} to each server, in turns ...")
-            yield from self._run_alone()
+            harness.progress(f"alone: {each} to each server, in turns ...")
+            self._run_alone(harness)
             yield from (self._row(ALONE, connection.address.name) for connection in self.connections)
             for connection in self.connections if self.concurrency > 1 else ():
                 name, count = connection.address.name, len(self.prompts)
-                yield Progress(f"under load: {each} to {name}, {self.concurrency} at once ...")
+                harness.progress(f"under load: {each} to {name}, {self.concurrency} at once ...")
                 outputs = _outputs(connection, self.requests[name] * self.repeats, self.concurrency)
                 self.outputs[LOAD, name] = [outputs[number::count] for number in range(count)]
                 yield self._row(LOAD, name)
-            yield from self._differences()
+            yield from self._differences(harness)
         except UserError:
             for connection in self.connections:
                 connection.close()
             raise
 
-    def _run_alone(self) -> Iterator[Progress]:
-        countdown, turns = Countdown(), list(product(range(self.repeats), range(len(self.prompts))))
+    def _run_alone(self, harness: Harness) -> None:
+        countdown, turns = Countdown(harness.progress), list(product(range(self.repeats), range(len(self.prompts))))
         for done, (_, number) in enumerate(turns):
-            yield from countdown.at(done / len(turns), f"alone: {done} of {len(turns)} requests to each server")
+            countdown.at(done / len(turns), f"alone: {done} of {len(turns)} requests to each server")
             for connection in self.connections:
                 name = connection.address.name
                 of_prompts = self.outputs.setdefault((ALONE, name), [[] for _ in self.prompts])
@@ -158,13 +160,13 @@ class TextTrial:
             "tokens": max(len(output.token_ids or ()) for of_prompt in outputs for output in of_prompt),
         }
 
-    def _differences(self) -> Iterator[ReportEvent]:
+    def _differences(self, harness: Harness) -> Iterator[Row]:
         """Where and why texts differ from the reference: first those given alone, then those under load only."""
         places = [(*key, *unlike) for key in self.outputs for unlike in self._unlike(*key)]
         if len(places) > MOST_EXAMINED:
-            yield Note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
+            harness.note(f"{count_of(len(places) - MOST_EXAMINED, 'further difference')} not examined.")
         for check, name, number, ours, place, unit in places[:MOST_EXAMINED]:
-            yield Progress(f"examining prompt {number + 1} of {name} ...")
+            harness.progress(f"examining prompt {number + 1} of {name} ...")
             yield {
                 "check": WHERE,
                 "under": check,
@@ -225,7 +227,7 @@ def text(argument: str, context: CommandContext) -> Outcome:
     trial = TextTrial(connections, prompts, {}, options["repeats"], options["concurrency"])
     sent = count_of(len(prompts), "prompt") + " on which the texts differed" * bool(differing)
     report = TABLE.report(
-        *("server_text", prompts[0], context.settings, trial.events(context)),
+        *("server_text", prompts[0], context.settings, trial.rows(context)),
         conclude=partial(conclusion, name, other),
         title=f"/server text {name}{f' compared with {other}' * bool(other)}, {sent}",
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from utils.comparison.records import Report, ReportEvent, gathered
+from utils.comparison.records import Report, gathered
 from utils.comparison.records import Row as Row
 from utils.comparison.speed_claims import STAR
 from utils.config.settings import Settings
@@ -77,11 +77,11 @@ class ResultTable:
         name: str,
         prompt: str,
         settings: Settings,
-        events: Iterator[ReportEvent],
+        rows: Iterator[Row],
         **options: Any,
     ) -> Report:
         """The report with this table. The `options` are further fields of Report."""
-        return Report(name, prompt, settings, self.headings, self.cells, events, optional=self.optional, **options)
+        return Report(name, prompt, settings, self.headings, self.cells, rows, optional=self.optional, **options)
 
 
 def grouped(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:

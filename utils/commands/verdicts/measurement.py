@@ -7,7 +7,7 @@ prompts only.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -20,7 +20,6 @@ from utils.commands.experiments.speed_model import bottleneck
 from utils.commands.shared.result_tables import NOTHING, ResultColumn, ResultTable, Row, figure
 from utils.comparison import speed_claims as claims
 from utils.comparison.arms import Arm, complete
-from utils.comparison.records import Progress, ReportEvent
 from utils.config.settings import Settings, setting_fields
 from utils.errors import UserError
 from utils.metrics.intervals import speedup_interval
@@ -161,7 +160,7 @@ class Measurement:
         counts = Counter(one.item.number for one in self.pairs)
         return not self.divided and min(counts.values(), default=0) > 1
 
-    def run(self) -> Iterator[ReportEvent]:
+    def run(self) -> None:
         """Run passes until the interval is narrow or the time is over. Raises UserError if nothing can be measured."""
         began, ended = self.clock(), False
         for passed in range(MOST_PASSES):
@@ -169,8 +168,8 @@ class Measurement:
                 # A slow machine ends the first pass early, after one prompt of each task.
                 if not passed and len(self.speedups) >= ENOUGH_PROMPTS and self.clock() > LONGEST_SECONDS:
                     return
-                yield Progress(self._progress(passed, place, began))
-                yield from self._measure(item, passed)
+                self.race.harness.progress(self._progress(passed, place, began))
+                self._measure(item, passed)
                 if ended := any(map(self.race.is_gone, item.arms)):
                     break
             if not self.pairs:
@@ -189,7 +188,7 @@ class Measurement:
         least = max(1 if self.divided else MIN_PASSES, ceil(claims.MIN_VALUES / len(self.speedups)))
         return passes >= least and interval.high / max(interval.low, 1e-9) < NARROW
 
-    def _measure(self, item: races.RaceItem, passed: int) -> Iterator[ReportEvent]:
+    def _measure(self, item: races.RaceItem, passed: int) -> None:
         """Run a prompt by both arms, or drop the prompt if one of them cannot run it."""
         finished = len(self.pairs)
         if not passed and self.candidate.strategy is not None:
@@ -198,7 +197,7 @@ class Measurement:
                 complete(self.candidate.run(item.prompt.text, replace(item.settings, length=WARM_UP_TOKENS)))
         # Each pass has other random numbers: repeats of a sampled text must show how much such texts differ.
         settings = replace(item.settings, seed=(item.settings.seed + 1 + passed) % (MAX_SEED + 1))
-        yield from self.race.run(replace(item, settings=settings), passed)
+        self.race.run(replace(item, settings=settings), passed)
         if len(self.pairs) == finished:
             self.dropped.add(item.number)
 

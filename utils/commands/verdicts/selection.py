@@ -5,7 +5,7 @@ The target's answers to the tuning prompts are replayed with every drafter and g
 The best candidates then run in turns on the same prompts, because costs are not everything.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
@@ -33,7 +33,6 @@ from utils.commands.verdicts.measurement import (
 )
 from utils.comparison.arms import PREFIX, Arm, complete
 from utils.comparison.harness import Harness, comparable_servers
-from utils.comparison.records import Progress
 from utils.comparison.speed_claims import SLOWER, server_notes
 from utils.comparison.strategies import STRATEGIES, Job, Strategy, is_greedy
 from utils.comparison.warm_up import shortened, with_costs
@@ -122,7 +121,7 @@ def race_of(harness: Harness, prompts: Mapping[int, Prompt], settings: Settings,
     return ArmRace(harness, [RaceItem(number, one, one.task, own[number], arms) for number, one in prompts.items()])
 
 
-def best_of(races: Mapping[str, ArmRace], clock: Clock, until: float) -> Generator[Progress, None, str]:
+def best_of(races: Mapping[str, ArmRace], clock: Clock, until: float) -> str:
     """Run several candidates on the tuning prompts, in turns, and return the name of the best one, which is the first
     one if none has an answer. `races` has their races by name. No round of runs begins after `until`.
     """
@@ -132,8 +131,10 @@ def best_of(races: Mapping[str, ArmRace], clock: Clock, until: float) -> Generat
         if clock() > until:
             break
         for name in rotated(names, turn):
-            yield Progress(f"choosing a candidate: {name} on tuning prompt {turn + 1} of {prompts} ...")
-            list(races[name].run(races[name].items[turn], turn))  # a candidate without an answer is not preferred
+            race = races[name]
+            race.harness.progress(f"choosing a candidate: {name} on tuning prompt {turn + 1} of {prompts} ...")
+            race.is_silent = True  # a candidate without an answer is not preferred
+            race.run(race.items[turn], turn)
     return max(names, key=lambda name: merit(races[name]))
 
 
@@ -164,7 +165,7 @@ class DrafterSelection:
     skipped: list[str] = field(default_factory=list)
     predicted: list[dict[DraftChoice, float]] = field(default_factory=list)
 
-    def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
+    def choose(self, plan: PromptPlan) -> Measurement:
         """Warm up, replay, and run the best candidates. Raises UserError if nothing can draft here."""
         self.clock = started_clock()
         # A conversation would need the texts of its earlier turns, so every prompt is a first turn.
@@ -176,17 +177,17 @@ class DrafterSelection:
             raise UserError(f"none of the prompts can be used. {' '.join(self.skipped[:1])}")
         if not self.settings.uses_chat and any(prompt.later for prompt in plan.measured):
             self.skipped.append(ONLY_FIRST_TURNS)
-        yield Progress("warming up the target and every drafter ...")
+        self.harness.progress("warming up the target and every drafter ...")
         step = self._warm_up()
         self.began = self.clock()
-        yield from self._replay_all()
+        self._replay_all()
         best, prompts = best_of_each(self.candidates, self.harness.pair), dict(enumerate(self.prompts, start=1))
         tried = {self._name(one): one for one in best[:TRIED] if one.predicted > WORTH_TRYING * best[0].predicted}
         races = {}
         for name, one in tried.items():
             trial = replace(self.settings, length=self.length, gamma=one.gamma)
             races[name] = race_of(self.harness, prompts, trial, [self.harness.arm(one.strategy)])
-        chosen = self.chosen = tried[(yield from best_of(races, self.clock, self.began + SELECTION_SECONDS))]
+        chosen = self.chosen = tried[best_of(races, self.clock, self.began + SELECTION_SECONDS)]
         length = run_length(step, self.settings.length, run_seconds(len(measured)))
         both = (self.harness.arm(self.harness.baseline), replace(self.harness.arm(chosen.strategy), timed=True))
         race = race_of(self.harness, measured, replace(self.settings, gamma=chosen.gamma, length=length), both)
@@ -259,30 +260,27 @@ class DrafterSelection:
         assert run.generation is not None
         return run.generation
 
-    def _replay_all(self) -> Iterator[Progress]:
+    def _replay_all(self) -> None:
         for place, prompt in enumerate(self.prompts, start=1):
             if self.predicted and self.clock() > self.began + REPLAY_SHARE * SELECTION_SECONDS:
                 break
             where = f"choosing a drafter: tuning prompt {place} of {len(self.prompts)}, replaying"
-            yield Progress(f"{where} ...")
+            self.harness.progress(f"{where} ...")
             run = self._run(prompt, self.harness.baseline, self.length)
             if len(run.steps) > 1:
                 settings = requested(self.settings, prompt)
                 ids = self.harness.prompt_ids(prompt.text, settings)
                 job = self.harness.job(ids, replace(settings, length=self.length))
-                self.predicted.append((yield from self._replay(job, run, where)))
+                self.predicted.append(self._replay(job, run, where))
         if not self.predicted:
             remedy = "raise /length" if self.length < 2 else "use prompts with longer answers"
             raise UserError(f"the answers have fewer than two tokens: {remedy}.")
 
-    def _replay(self, job: Job, run: Generation, where: str) -> Generator[Progress, None, dict[DraftChoice, float]]:
+    def _replay(self, job: Job, run: Generation, where: str) -> dict[DraftChoice, float]:
         """The predicted speed-up of every gamma of each strategy on one answer, while there is time."""
         scores: dict[DraftChoice, float] = {}
-        for event in predictions(job, self.strategies, run, where):
-            if isinstance(event, Progress):
-                yield event
-            else:
-                scores[event.strategy, event.gamma] = event.speedup
+        for one in predictions(job, self.strategies, run, lambda text: self.harness.progress(f"{where} {text}")):
+            scores[one.strategy, one.gamma] = one.speedup
             # At least one strategy is replayed. Adaptive gamma comes last.
             if self.clock() > self.began + SELECTION_SECONDS and any(gamma is None for _, gamma in scores):
                 break
@@ -345,15 +343,15 @@ class ServerSelection:
     settings: Settings
     races: dict[str, ArmRace] = field(default_factory=dict)
 
-    def choose(self, plan: PromptPlan) -> Generator[Progress, None, Measurement]:
+    def choose(self, plan: PromptPlan) -> Measurement:
         """Warm up, and run every candidate on the tuning prompts. Raises UserError if no server can be compared."""
         clock = started_clock()
-        yield Progress("warming up the servers ...")
+        self.harness.progress("warming up the servers ...")
         pairs = {pair[-1].name: pair for pair in self._pairs()}
         settings = self._with_length(plan, [arm for pair in pairs.values() for arm in pair])
         prompts, measured = (dict(enumerate(own, start=1)) for own in (plan.tuning, plan.measured))
         self.races = {name: race_of(self.harness, prompts, settings, pair) for name, pair in pairs.items()}
-        best = yield from best_of(self.races, clock, clock() + SELECTION_SECONDS)
+        best = best_of(self.races, clock, clock() + SELECTION_SECONDS)
         return Measurement(race_of(self.harness, measured, settings, pairs[best]), best, plan.divided, clock)
 
     def _pairs(self) -> list[Sequence[Arm]]:
