@@ -40,7 +40,7 @@ from utils.decode.steps import Step
 from utils.errors import UserError
 from utils.logits_processor import GreedyProcessor
 from utils.metrics.costs import Costs
-from utils.metrics.results import DraftTracer, acceptance_of, collect, tokens_of
+from utils.metrics.results import DraftTracer, Stopwatch, TimedDrafter, acceptance_of, collect, tokens_of
 from utils.pairs.drafter_kinds import DrafterCaches
 from utils.prompts.request_fields import grammar_text, parse_request
 
@@ -390,7 +390,8 @@ def test_traces_are_those_of_the_drafts_that_they_belong_to(kind: str) -> None:
         drafter: Any = NGramDrafter(NGramStorage(3, SIZE), plan.noise, stop_if_unknown=False, observed=True)
         if kind == "model":
             drafter = ModelDrafter(session(opposed(TARGET)), plan, SIZE, observed=True)
-        steps = speculative_steps(PROMPT, tracer.around(drafter), target_session(), plan, gamma=4)
+        traced = TimedDrafter(drafter, Stopwatch(), tracer)
+        steps = speculative_steps(PROMPT, traced, target_session(), plan, gamma=4)
         text: list[int] = []
         for step in steps:
             traces = tracer.read(step)

@@ -49,7 +49,7 @@ class Job:
     """One prompt for one strategy.
 
     `prompt` begins with the conversation in `history`. `drafter` is a word of /drafter_kind. `prefills` are shared by
-    many runs of the same prompt.
+    many runs of the same prompt. A `tracer` needs a `stopwatch`.
     """
 
     prompt: list[int]
@@ -124,10 +124,9 @@ class Job:
         )
 
     def observed(self, drafter: Drafter, target: TargetSession) -> tuple[Drafter, TargetSession]:
-        # The stopwatch goes inside the tracer, so that tracing is not billed to the drafter.
-        if self.stopwatch is not None:
-            drafter, target = TimedDrafter(drafter, self.stopwatch), TimedSession(target, self.stopwatch)
-        return drafter if self.tracer is None else self.tracer.around(drafter), target
+        if self.stopwatch is None:
+            return drafter, target
+        return TimedDrafter(drafter, self.stopwatch, self.tracer), TimedSession(target, self.stopwatch)
 
 
 def is_greedy(settings: Settings) -> bool:

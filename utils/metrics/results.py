@@ -73,10 +73,11 @@ class Stopwatch:
 
 
 class TimedDrafter:
-    """A drafter under a stopwatch."""
+    """A drafter under a stopwatch. A tracer receives its rounds."""
 
-    def __init__(self, drafter: Drafter, watch: Stopwatch) -> None:
-        self._drafter, self._watch = drafter, watch
+    def __init__(self, drafter: Drafter, watch: Stopwatch, tracer: "DraftTracer | None" = None) -> None:
+        self._drafter, self._watch, self._tracer = drafter, watch, tracer
+        self._draft: Draft | None = None
 
     def begin(self, prompt: list[int], context: list[int]) -> None:
         with self._watch.timing("drafting"):
@@ -84,11 +85,14 @@ class TimedDrafter:
 
     def propose(self, context: list[int], count: int) -> Draft:
         with self._watch.timing("drafting"):
-            draft = self._drafter.propose(context, count)
+            draft = self._draft = self._drafter.propose(context, count)
         self._watch.count(draft)
         return draft
 
     def commit(self, context: list[int], verified: Verified) -> None:
+        if self._tracer is not None:  # not billed to the drafter
+            self._tracer.record(self._draft, verified)
+        self._draft = None
         with self._watch.timing("drafting"):
             self._drafter.commit(context, verified)
 
@@ -144,28 +148,11 @@ class DraftTracer:
 
     def __init__(self, *, accepts_by_ratio: bool = True) -> None:
         self._accepts_by_ratio = accepts_by_ratio
-        self._drafter: Drafter
-        self._draft: Draft | None = None
         self._round: tuple[Draft, Verified] | None = None
 
-    def around(self, drafter: Drafter) -> "DraftTracer":
-        """The tracer itself, as a drafter that forwards to this one."""
-        self._drafter = drafter
-        return self
-
-    def begin(self, prompt: list[int], context: list[int]) -> None:
-        self._draft = None
-        self._drafter.begin(prompt, context)
-
-    def propose(self, context: list[int], count: int) -> Draft:
-        self._draft = self._drafter.propose(context, count)
-        return self._draft
-
-    def commit(self, context: list[int], verified: Verified) -> None:
-        draft, self._draft = self._draft, None
-        # With first_target, the first round has no draft.
+    def record(self, draft: Draft | None, verified: Verified) -> None:
+        """Keep a round until it is read. With first_target, the first one has no draft."""
         self._round = None if draft is None else (draft, verified)
-        self._drafter.commit(context, verified)
 
     def read(self, step: Step) -> tuple[DraftTrace, ...]:
         """A trace of each draft that was verified: the accepted ones, and the first rejected one."""
@@ -311,8 +298,8 @@ def collect(
 ) -> Generation:
     """Drain a decoder. Ctrl-C ends the run: earlier steps are returned with FinishReason.INTERRUPTED.
 
-    `watch` receives each step, its timing and its traces. `stopwatch` and `tracer` are those that wrap the decoder's
-    drafter and target.
+    `watch` receives each step, its timing and its traces. `stopwatch` and `tracer` are those of the decoder's drafter
+    and target.
     """
     made: list[Step] = []
     timings: list[RoundTiming] = []

@@ -22,7 +22,7 @@ from utils.decode.decoding import Decoding
 from utils.decode.model_session import ModelSession
 from utils.decode.steps import Step
 from utils.logits_processor import GreedyProcessor, MultinomialProcessor
-from utils.metrics.results import DraftTrace, DraftTracer, RoundTiming, collect, rank
+from utils.metrics.results import DraftTrace, DraftTracer, RoundTiming, Stopwatch, TimedDrafter, collect, rank
 from utils.repl.repl_session import Verdict
 from utils.screen.run_view import LEGEND, RATIO_LEVELS, round_pieces, show_round, trace_lines
 
@@ -41,7 +41,8 @@ def traced_run(processor: Any, rule: str = "rejection") -> tuple[Any, Any, list[
     tracer, verification = DraftTracer(accepts_by_ratio=rule == "rejection"), RULES[rule]
     size, shares_noise = target.config.vocab_size, verification.shares_noise
     drafts = ModelDrafter(ModelSession(drafter), decoding, size, shares_noise=shares_noise, observed=True)
-    steps = speculative_steps(PROMPT, tracer.around(drafts), ModelSession(target), decoding, gamma=3, rule=verification)
+    drafts = TimedDrafter(drafts, Stopwatch(), tracer)
+    steps = speculative_steps(PROMPT, drafts, ModelSession(target), decoding, gamma=3, rule=verification)
     return target, drafter, traced(steps, tracer)
 
 
@@ -102,7 +103,7 @@ def test_matches_have_the_length_by_which_their_storage_found_them() -> None:
     earlier, tracer = NGramStorage(2, target.config.vocab_size), DraftTracer()
     earlier.initialize([PROMPT[-1], 55])
     ngrams = NGramDrafter(earlier, decoding.noise, filler_top_k=1, stop_if_unknown=False, observed=True)
-    drafts = tracer.around(ngrams)
+    drafts = TimedDrafter(ngrams, Stopwatch(), tracer)
     steps = speculative_steps([9, PROMPT[-1]], drafts, ModelSession(target), decoding, gamma=2)
     run = [traces for _, traces in traced(steps, tracer)]
     assert run[0][0].token == 55 and run[0][0].match_length == 1
@@ -177,7 +178,7 @@ def test_traces_of_every_kind_of_drafter_and_target(kind: str, word: str, verify
     settings = Settings(length=12, processor=ProcessorSpec(1.0, top_k=5), verify=verify, gamma=3, seed=1)
     row, tracer = strategy_of(word, pair(kind)), DraftTracer(accepts_by_ratio=verify == "rejection")
     untraced = list(row.steps(fresh(kind, settings)))
-    run = traced(row.steps(replace(fresh(kind, settings), tracer=tracer)), tracer)
+    run = traced(row.steps(replace(fresh(kind, settings), stopwatch=Stopwatch(), tracer=tracer)), tracer)
     assert [step for step, _ in run] == untraced and any(traces for _, traces in run)
     for step, traces in run:
         assert [trace.is_accepted for trace in traces] == [
