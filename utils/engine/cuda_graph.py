@@ -202,10 +202,10 @@ class CudaGraphEngine(PlainEngine):
                 raise
             failure = str(error).partition("\n")[0]
         if not failure:
-            self._compute(self._helpers)
+            self.compute(self._helpers)
         return failure
 
-    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+    def compute(self, helpers: Sequence[nn.Module]) -> None:
         record = self.recorder(self._models[0].device)
         selftest.compile_drafters(helpers, lambda helper: GraphDrafter(helper, record))
 

@@ -209,12 +209,11 @@ class Engine:
     def add_helper(self, helper: nn.Module) -> None:
         """Compute one more module in the same way, such as a second draft head."""
         self._helpers.append(helper)
-        self._engine.add_helper(helper)
+        self._engine.compute([helper])
 
     def drop_helper(self, helper: nn.Module) -> None:
         """Forget a module that `add_helper` has added and that is not used any more."""
         self._helpers.remove(helper)
-        self._engine.drop_helper(helper)
 
     def _built(self, name: str) -> PlainEngine:
         return LAYER_ENGINES[name](self._models, self._helpers, self._weights)

@@ -67,10 +67,10 @@ class InvariantEngine(PlainEngine):
             vars(model)["_in_files"] = False  # transformers' forward pass must not read what kernels hold
             if any(empty_cache(model).is_sliding) and not _reports_windows(model):
                 return UNKNOWN_WINDOW
-        self._compute(self._helpers)
+        self.compute(self._helpers)
         return ""
 
-    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+    def compute(self, helpers: Sequence[nn.Module]) -> None:
         swap_linears(helpers, self._builder(), unreported)
         selftest.compile_drafters(helpers, CompiledDrafter)
 

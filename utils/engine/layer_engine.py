@@ -27,8 +27,8 @@ class PlainEngine:
     """The models as PyTorch and transformers compute them, and the base of every other way to compute their layers.
 
     models: the target, then the drafter if there is one. helpers: modules that are computed the same way but not
-    tested, such as a draft head, whose drafts are verified in any case. weights: the format of linear weights; another
-    than the loaded one cannot be undone.
+    tested, such as a draft head, whose drafts are verified in any case; the owner of this list may change it. weights:
+    the format of linear weights; another than the loaded one cannot be undone.
 
     Nothing changes before `install`, and after `remove` an engine can be installed again. Reasons are clauses without a
     full stop, such as "it is an encoder-decoder model". An empty string means that there is none.
@@ -38,7 +38,7 @@ class PlainEngine:
     has_own_forward = False  # whether it replaces transformers' forward pass, too; with False set, it does not
 
     def __init__(self, models: Sequence[PreTrainedModel], helpers: Sequence[nn.Module], weights: EngineWeights) -> None:
-        self._models, self._helpers, self._format = list(models), list(helpers), weights
+        self._models, self._helpers, self._format = models, helpers, weights
         self._attention = [model.config._attn_implementation for model in models]  # another engine may change it
         self._replaced: list[tuple[PreTrainedModel, Any]] = []  # models, and forward passes that were set on them
 
@@ -55,20 +55,12 @@ class PlainEngine:
         if self.need():
             report("reading the weights")
         fill(self._models)
-        self._compute(self._helpers)
+        self.compute(self._helpers)
         return ""
 
-    def add_helper(self, helper: nn.Module) -> None:
-        """Compute one more helper in the installed engine."""
-        self._helpers.append(helper)
-        self._compute([helper])
-
-    def _compute(self, helpers: Sequence[nn.Module]) -> None:
+    def compute(self, helpers: Sequence[nn.Module]) -> None:
         """Compute helpers in the installed engine, as far as that is not so yet."""
         fill(helpers)
-
-    def drop_helper(self, helper: nn.Module) -> None:
-        self._helpers.remove(helper)
 
     def self_test(self, thread_count: int, report: Report = unreported, extent: Extent = "first") -> str:
         """Test what the installed layers promise, with this number of threads. Returns why the test failed."""
