@@ -34,11 +34,12 @@ from utils.engine.product_code import (
     rounded_at_once,
     tile_of,
 )
-from utils.engine.weight_blocks import BlockWeight
+from utils.engine.weight_blocks import BlockWeight, kind_of
 
 _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _INPUTS, _OUT = ([*ARGUMENTS].index(name) for name in ("inputs", "out"))
+_FACTORS = ("scales", "shifts", "factors")  # of a BlockWeight
 _PACK = {"rows": POINTER, "out": POINTER, "inputs": INT}
 
 
@@ -102,11 +103,11 @@ class CompiledKernel:
 
     def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
         self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        self._scales = self._shifts = self._factors = None
         self._bits = offset = rounded = 0
-        if any(isinstance(weight, BlockWeight) and not rounded_at_once(weight.group) for weight in weights):
-            weights = [weight.dense() if isinstance(weight, BlockWeight) else weight for weight in weights]
+        packed = dict[str, Tensor]()
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        if blocks and not rounded_at_once(blocks[0].group):
+            weights, blocks = [block.dense() for block in blocks], []
         if blocks:
             first, values = blocks[0], [block.values for block in blocks]
             self._bits, group, offset, rounded = first.bits, first.group, first.offset, rounded_at_once(first.group)
@@ -114,19 +115,16 @@ class CompiledKernel:
             kind = "int8" if first.values.dtype == torch.int8 else unsigned
             if kind != "uint4":
                 values = [part.contiguous().view(torch.int32) for part in values]
-            self._scales = _in_lanes([_supported(block.scales) for block in blocks])
-            shifts = [_supported(block.shifts) for block in blocks if block.shifts is not None]
-            self._shifts = _in_lanes(shifts) if shifts else None
-            factors = [block.factors for block in blocks if block.factors is not None]
-            self._factors = _in_lanes(factors) if factors else None
+            names = [name for name in _FACTORS if getattr(first, name) is not None]
+            packed = {name: _in_lanes([_supported(getattr(block, name)) for block in blocks]) for name in names}
         else:
             values = [_supported(weight.detach()) for weight in weights if isinstance(weight, Tensor)]
-            kind, group = str(values[0].dtype).removeprefix("torch."), self.inputs
-        scales = "float32" if self._scales is None else str(self._scales.dtype).removeprefix("torch.")
-        has_shifts, has_bias = self._shifts is not None, bias is not None
+            kind, group = kind_of(values[0]), self.inputs
+        scales = kind_of(packed["scales"]) if blocks else "float32"
+        has_shifts, has_bias = "shifts" in packed, bias is not None
         has_pairs = kind == "bfloat16" and self.inputs % STEP == 0 and has_tiles()
         self._group, self._groups = group, self.inputs // group
-        supers = 0 if self._factors is None else self._factors.shape[1] // (1 + has_shifts)
+        supers = packed["factors"].shape[1] // (1 + has_shifts) if "factors" in packed else 0
         self.form = PackedForm(
             *(kind, rounded, rounded == group, scales, offset, has_shifts, has_bias, has_pairs),
             in_super=self._groups // supers if supers else 0,
@@ -134,7 +132,9 @@ class CompiledKernel:
         values = [part.contiguous().view(torch.int32) for part in values] if has_pairs else values
         self._values = _in_lanes(values, as_words=kind == "uint4")
         self.width = len(self._values) * LANES
-        self._bias = None if bias is None else pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
+        self._packed = {"values": self._values} | packed  # by the names of their arguments
+        if bias is not None:
+            self._packed["bias"] = pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -193,12 +193,8 @@ class CompiledKernel:
         arguments = words(
             ARGUMENTS,
             **self._scratch_parts(x, scratch, rows),
+            **self._packed,
             inputs=x,
-            values=self._values,
-            scales=self._scales,
-            shifts=self._shifts,
-            factors=self._factors,
-            bias=self._bias,
             out=out,
             out_stride=stride,
             length=self.inputs,
@@ -224,11 +220,11 @@ class CompiledKernel:
         elif self.form.has_pairs:
             values = self._spread(torch.bfloat16)
         rows = self._in_rows(values)
-        if self._scales is None:
+        if not self.form.rounded:
             return rows.float()
-        scales = self._in_rows(self._scales)
-        shifts, factors = (None if part is None else self._in_rows(part) for part in (self._shifts, self._factors))
-        return BlockWeight(rows, scales, shifts, self._group, self._bits, self.form.offset, factors).dense()
+        parts = {name: self._in_rows(self._packed[name]) for name in _FACTORS if name in self._packed}
+        shifts, factors = parts.get("shifts"), parts.get("factors")
+        return BlockWeight(rows, parts["scales"], shifts, self._group, self._bits, self.form.offset, factors).dense()
 
     def _spread(self, kind: torch.dtype) -> Tensor:
         """The values of words of inputs, (N / LANES, K, LANES)."""
@@ -241,8 +237,7 @@ class CompiledKernel:
         return values.view(torch.bfloat16).float() if self.form.has_pairs else values.float()
 
     def tensors(self) -> Iterator[Tensor]:
-        parts = (self._values, self._scales, self._shifts, self._factors, self._bias)
-        yield from (part for part in parts if part is not None)
+        yield from self._packed.values()
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2).flatten(0, 1)[: self.outputs]

@@ -110,7 +110,7 @@ def round_int8(weight: Tensor) -> BlockWeight:
     rows = pad(rows, (0, _LANES - inputs)) if inputs < _LANES else rows
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), 1)
     arguments = words(_ROUND, rows=rows, values=values, scales=scales, inputs=rows.shape[1])
-    WORKERS.run(*job_list([(_int8_function(_kind(rows)), arguments, len(rows))]))
+    WORKERS.run(*job_list([(_int8_function(kind_of(rows)), arguments, len(rows))]))
     values, scales = (part.to(weight.device) for part in (values[:, :inputs], scales))
     return BlockWeight(values, scales, None, group=inputs, bits=8)
 
@@ -121,8 +121,9 @@ def _readable(weight: Tensor) -> Tensor:
     return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 
-def _kind(rows: Tensor) -> str:
-    return str(rows.dtype).removeprefix("torch.")
+def kind_of(values: Tensor) -> str:
+    """The number format of values, as in STORED."""
+    return str(values.dtype).removeprefix("torch.")
 
 
 def round_int4(weight: Tensor) -> BlockWeight:
@@ -139,7 +140,7 @@ def round_int4(weight: Tensor) -> BlockWeight:
     values = torch.empty(groups.shape, dtype=torch.uint8)
     scales, middles = torch.empty(2, len(groups), dtype=torch.bfloat16)
     arguments = words(_ROUND_GROUPS, rows=groups, values=values, scales=scales, middles=middles, groups=len(groups))
-    WORKERS.run(*job_list([(_int4_function(_kind(groups)), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
+    WORKERS.run(*job_list([(_int4_function(kind_of(groups)), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
     values, scales, middles = (
         part[:count].view(len(weight), -1).to(weight.device) for part in (values, scales, middles)
     )
