@@ -355,7 +355,7 @@ class _Update:
 
         (four,) = code.repeat(self._count, [code.splat(largest, 4)], score_four, step=4)
         for half in ([0, 1], [2, 3]), ([0], [1]):
-            four = code.maximum(*(_chosen(code, four, four, places) for places in half))
+            four = code.maximum(*(code.chosen(four, four, places) for places in half))
         return code.extract_element(four, _WORD(0))
 
     def _products(self, query: list[ir.Value], index: ir.Value) -> ir.Value:
@@ -403,10 +403,9 @@ def _four_lanes(code: Code, x: ir.Value) -> ir.Value:
     """Four lanes whose sum is that of a vector."""
     lanes = x.type.count
     if lanes > 4:
-        halves = (_chosen(code, x, x, [*range(start, start + lanes // 2)]) for start in (0, lanes // 2))
+        halves = (code.chosen(x, x, [*range(start, start + lanes // 2)]) for start in (0, lanes // 2))
         return _four_lanes(code, code.fadd(*halves))
-    zeros = ir.Constant(x.type, [0.0] * lanes)
-    return x if lanes == 4 else _chosen(code, x, zeros, [*range(lanes), *[lanes] * (4 - lanes)])
+    return x if lanes == 4 else code.chosen(x, code.like(x, 0.0), [*range(lanes), *[lanes] * (4 - lanes)])
 
 
 def _halves_added(code: Code, first: ir.Value, second: ir.Value, *, step: int) -> ir.Value:
@@ -415,9 +414,4 @@ def _halves_added(code: Code, first: ir.Value, second: ir.Value, *, step: int) -
     """
     left = [0, 1, 4, 5] if step == 2 else [0, 2, 4, 6]
     right = [place + step for place in left]
-    return code.fadd(_chosen(code, first, second, left), _chosen(code, first, second, right))
-
-
-def _chosen(code: Code, first: ir.Value, second: ir.Value, places: list[int]) -> ir.Value:
-    """Lanes of two vectors, those of the second one numbered after those of the first."""
-    return code.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(places)), places))
+    return code.fadd(code.chosen(first, second, left), code.chosen(first, second, right))

@@ -73,8 +73,7 @@ class Code(ir.IRBuilder):
 
     def prefetch(self, pointer: ir.Value) -> None:
         """Ask for memory that will be read soon."""
-        word = ir.IntType(32)
-        self._intrinsic("prefetch.p0", ir.VoidType(), [pointer, word(0), word(3), word(1)])
+        self._intrinsic("prefetch.p0", ir.VoidType(), [pointer, _WORD(0), _WORD(3), _WORD(1)])
 
     def floats(self, pointer: ir.Value, kind: str, lanes: int) -> ir.Value:
         """A vector of float32, from values of a kind in STORED."""
@@ -91,12 +90,15 @@ class Code(ir.IRBuilder):
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
         """A vector of equal values."""
         undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-        return self.shuffle_vector(self.insert_element(undefined, value, ir.IntType(32)(0)), undefined, zeros)
+        return self.chosen(self.insert_element(undefined, value, _WORD(0)), undefined, [0] * lanes)
+
+    def chosen(self, first: ir.Value, second: ir.Value, places: Sequence[int]) -> ir.Value:
+        """Lanes of two vectors, those of the second one numbered after those of the first."""
+        return self.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(places)), [*places]))
 
     def like(self, x: ir.Value, value: float) -> ir.Value:
-        """A constant float, or a vector of it if x is one."""
-        return ir.Constant(x.type, value if x.type is FLOAT else [value] * x.type.count)
+        """A constant of the type of x, or a vector of it if x is one."""
+        return ir.Constant(x.type, [value] * x.type.count if isinstance(x.type, ir.VectorType) else value)
 
     def multiply_add(self, first: ir.Value, second: ir.Value, third: ir.Value) -> ir.Value:
         """first * second + third, fused where the processor can."""
@@ -108,8 +110,6 @@ class Code(ir.IRBuilder):
         Cody and Waite's reduction and the polynomial of the Cephes library.
         """
         constant = partial(self.like, x)
-        integers = ir.IntType(32) if x.type is FLOAT else ir.VectorType(ir.IntType(32), x.type.count)
-        shift, bias = (ir.Constant(integers, v if x.type is FLOAT else [v] * x.type.count) for v in (23, 127))
         for bound, sign in ((-87.0, ">"), (88.0, "<")):
             x = self.select(self.fcmp_unordered(sign, x, constant(bound)), x, constant(bound))
         power = self.nearest(self.fmul(x, constant(1.44269504088896341)))
@@ -119,7 +119,8 @@ class Code(ir.IRBuilder):
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
             result = self.multiply_add(result, rest, constant(factor))
         result = self.fadd(self.multiply_add(result, self.fmul(rest, rest), rest), constant(1.0))
-        exponent = self.shl(self.add(self.fptosi(power, integers), bias), shift)
+        exponent = self.fptosi(power, _WORD if x.type is FLOAT else ir.VectorType(_WORD, x.type.count))
+        exponent = self.shl(self.add(exponent, self.like(exponent, 127)), self.like(exponent, 23))
         return self.fmul(result, self.bitcast(exponent, x.type))
 
     def dot(self, totals: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
@@ -136,7 +137,7 @@ class Code(ir.IRBuilder):
             pair = [self._lanes(x, 2 * start, lanes) for x in (first, second)]
             product = self._intrinsic(f"x86.{name}", total.type, pair if adds else [total, *pair])
             parts.append(self.add(product, total) if adds else product)
-        return parts[0] if len(parts) == 1 else self.shuffle_vector(*parts, ir.Constant(totals.type, [*range(16)]))
+        return parts[0] if len(parts) == 1 else self.chosen(parts[0], parts[1], range(16))
 
     def _halves(self, x: ir.Value, bits: int, kind: ir.Type) -> ir.Value:
         """The halves of words from one bit on, as integers of 32 bits."""
@@ -148,8 +149,7 @@ class Code(ir.IRBuilder):
         count = x.type.count // 16 * lanes
         if count == x.type.count:
             return x
-        places = ir.Constant(ir.VectorType(ir.IntType(32), count), [*range(start, start + count)])
-        return self.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), places)
+        return self.chosen(x, ir.Constant(x.type, ir.Undefined), range(start, start + count))
 
     def tile(self, name: str, *values: ir.Value) -> None:
         """An instruction with tiles, which are named by constants of 8 bits."""

@@ -218,7 +218,7 @@ class _Product:
     def _add_row(self, tile: ir.Value, row: ir.Value, steps: list[ir.Value]) -> None:
         """Add what `_multiply` has written for a row."""
         code, form, size = self._code, self._form, self._size
-        place, eight = code.add(code.mul(tile, size), row), ir.Constant(WORDS, [8] * LANES)
+        place = code.add(code.mul(tile, size), row)
         line = code.add(code.mul(code.add(code.mul(tile, self._steps), steps[0]), size), row)
         totals = [self._load(self._totals, block, row) for block in range(self._at_once)]
         for index, step in enumerate(steps):
@@ -228,7 +228,7 @@ class _Product:
             for block, total in enumerate(totals):
                 at = 2 * (self._at_once * index + block)
                 high, low = (self._load(self._results, at + part, row, WORDS) for part in range(2))
-                found = code.sitofp(code.add(code.add(code.shl(high, eight), low), start), ZERO.type)
+                found = code.sitofp(code.add(code.add(code.shl(high, code.like(high, 8)), low), start), ZERO.type)
                 if form.is_group:
                     part = code.multiply_add(found, scale, ZERO)
                     factors = self._load(self._factors, at, INT(0)), self._load(self._factors, at + 1, INT(0))
@@ -278,8 +278,8 @@ def _store_bytes(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded
     size, bytes_of = form.rounded, ir.VectorType(BYTE, form.rounded)
     within = _UNPACKED if form.kind == "uint4" else range(form.in_word)
     places = [first + each for first in range(0, size, form.in_word) for each in within]
-    rounded = code.shuffle_vector(rounded, rounded, ir.Constant(rounded.type, places))
-    for part, value in enumerate((code.ashr(rounded, ir.Constant(rounded.type, [8] * size)), rounded)):
+    rounded = code.chosen(rounded, rounded, places)
+    for part, value in enumerate((code.ashr(rounded, code.like(rounded, 8)), rounded)):
         line = _line_of_tile(code, own, inputs=size, part=part, parts=2)
         code.store(code.trunc(value, bytes_of), code.at(own["x"], code.mul(line, INT(size)), BYTE), align=4)
     line = _line_of_tile(code, own, inputs=size, part=0, parts=1)

@@ -144,15 +144,11 @@ def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place:
 
 def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
     """The values of a word of inputs, those of two inputs in each vector, in the order of `_order`."""
-
-    def all_of(value: int) -> ir.Constant:
-        return ir.Constant(_PAIRS, [value] * 2 * LANES)
-
     if form.kind == "uint4":
-        shifted = [packed, *(code.lshr(packed, all_of(bits)) for bits in (4, 8, 12))]
-        return [*(code.and_(values, all_of(15)) for values in shifted[:-1]), shifted[-1]]
-    packed = code.xor(packed, all_of(0x8080)) if form.kind == "int8" else packed
-    return [code.and_(packed, all_of(0xFF)), code.lshr(packed, all_of(8))]
+        shifted = [packed, *(code.lshr(packed, code.like(packed, bits)) for bits in (4, 8, 12))]
+        return [*(code.and_(values, code.like(packed, 15)) for values in shifted[:-1]), shifted[-1]]
+    packed = code.xor(packed, code.like(packed, 0x8080)) if form.kind == "int8" else packed
+    return [code.and_(packed, code.like(packed, 0xFF)), code.lshr(packed, code.like(packed, 8))]
 
 
 def _order(form: PackedForm) -> list[int]:
@@ -367,7 +363,7 @@ def rounded_at_once(group: int) -> int:
 def _store_pairs(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded: ir.Value) -> ir.Value:
     """Store the rounded inputs of a row from a start on. Returns where their scale and start belong."""
     places = [first + each for first in range(0, form.rounded, form.in_word) for each in _order(form)]
-    rounded = code.shuffle_vector(rounded, rounded, ir.Constant(rounded.type, places))
+    rounded = code.chosen(rounded, rounded, places)
     first = code.mul(own["row"], own["length"])
     halves = code.trunc(rounded, ir.VectorType(_HALF, form.rounded))
     code.store(halves, code.at(own["x"], code.add(first, own["start"]), _HALF), align=4)

@@ -217,11 +217,10 @@ def _bfloat16(code: Code, value: ir.Value) -> ir.Value:
 
 def _transposed(code: Code, rows: Sequence[ir.Value]) -> list[ir.Value]:
     """The columns of _LANES vectors of _LANES values."""
-    places = [[lane // 2 + half * _LANES // 2 + lane % 2 * _LANES for lane in range(_LANES)] for half in range(2)]
-    orders = [ir.Constant(ir.VectorType(_BITS, _LANES), own) for own in places]
+    orders = [[lane // 2 + half * _LANES // 2 + lane % 2 * _LANES for lane in range(_LANES)] for half in range(2)]
     for _ in range(_LANES.bit_length() - 1):
         pairs = zip(rows[: _LANES // 2], rows[_LANES // 2 :], strict=True)
-        rows = [code.shuffle_vector(*pair, order) for pair in pairs for order in orders]
+        rows = [code.chosen(*pair, order) for pair in pairs for order in orders]
     return [*rows]
 
 
