@@ -102,6 +102,12 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The logits of the model, from those of its head."""
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.logit_softcap is None else torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+
     def with_linears(self, change: Callable[[Linear], Linear]) -> "DecoderSpec":
         """The same decoder with all of its linear layers changed."""
         layers = tuple(layer.with_parts(Linear, change) for layer in self.layers)

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.activations import ACT2FN
 
-from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
+from utils.engine.decoder_spec import ACTIVATIONS, DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.graph_cache import Outputs, Slot
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {name: ACT2FN[name] for name in ACTIVATIONS}
 # Fused attention needs fewer kernels, but reads keys with few threads. On an H100 in bfloat16 it took 26, 99 and 190 us
 # a layer at 512, 2,048 and 4,096 keys, and products 12, 21 and 16.
 MANY_KEYS = 2048
@@ -101,11 +97,7 @@ class SlotDecoder:
             x = self._with_mlp(layer, x)
         unnormed = x
         x = normed(self._final_norm, x if hidden else x[-keep:])
-        logits = F.linear(x[-keep:], spec.head.weight, spec.head.bias)
-        if spec.logit_scale != 1.0:
-            logits = logits * spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        logits = spec.scaled(F.linear(x[-keep:], spec.head.weight, spec.head.bias))
         return (logits[None], *(state[None] for state in ([*states, x, unnormed] if hidden else ())))
 
     def _attended(
@@ -146,7 +138,7 @@ class SlotDecoder:
         """x (T, hidden) after the MLP of a layer."""
         spec = layer.spec
         gate, up = F.linear(normed(spec.mlp_norm, x), layer.gate_up.weight, layer.gate_up.bias).chunk(2, dim=-1)
-        inner = ACTIVATIONS[spec.activation](gate).mul_(up)
+        inner = FUNCTIONS[spec.activation](gate).mul_(up)
         return _added(spec, x, (spec.down, inner, spec.mlp_output_norm), True)
 
     def _shared(self, positions: Tensor, columns: Tensor, tables: list[Tensor]) -> _Pass:

@@ -123,10 +123,4 @@ class LeanDecoder(EngineForward):
         if in_prefill():
             return x.new_empty(len(x), 0, self._spec.vocabulary)
         spec, kept = self._spec, x[:, -keep:] if keep else x
-        rows = kept.reshape(-1, spec.hidden_size)
-        logits = self._head(rows)
-        if spec.logit_scale != 1.0:
-            logits *= spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
-        return logits.view(*kept.shape[:2], -1)
+        return spec.scaled(self._head(kept.reshape(-1, spec.hidden_size))).view(*kept.shape[:2], -1)
