@@ -87,11 +87,6 @@ class PackedForm:
     in_super: int = 0
 
     @property
-    def x_bytes(self) -> int:
-        """Bytes of an input as products read it."""
-        return 2 if self.rounded else 4
-
-    @property
     def in_word(self) -> int:
         """Inputs whose values are stored beside each other, of one output after the other."""
         return 2 if self.has_pairs else IN_WORD.get(self.kind, 1)
@@ -273,7 +268,7 @@ def _block_bytes(code: Code, form: PackedForm, given: dict[str, ir.Value]) -> ir
 
 def _x_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
     """Bytes of so many inputs as products read them."""
-    return code.mul(inputs, INT(form.x_bytes))
+    return code.mul(inputs, INT(2 if form.rounded else 4))
 
 
 def _step_bytes(code: Code, form: PackedForm, inputs: ir.Value) -> ir.Value:
