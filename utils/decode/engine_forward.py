@@ -4,7 +4,7 @@ An engine sets `model.forward` on the instance to an EngineForward, so that ever
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,17 +96,22 @@ def prepare_run(models: Iterable[Any], first: int, last: int) -> None:
 
 
 @contextmanager
-def prefill_pass(marked: bool) -> Iterator[None]:
+def _within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Give a variable a value in this block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def prefill_pass(marked: bool) -> AbstractContextManager[None]:
     """Mark the passes in this block as prefills: their logits are not read, an engine need not compute them, and their
     rows need not have the bits of single decode steps.
 
     Texts stay exact, because every strategy prefills the same prompt by the same operations.
     """
-    token = _prefill.set(marked)
-    try:
-        yield
-    finally:
-        _prefill.reset(token)
+    return _within(_prefill, marked)
 
 
 def in_prefill() -> bool:
@@ -117,16 +122,11 @@ def in_prefill() -> bool:
 _read_states: ContextVar[frozenset[int] | None] = ContextVar("read_states", default=None)
 
 
-@contextmanager
-def only_states(layers: frozenset[int]) -> Iterator[None]:
+def only_states(layers: frozenset[int]) -> AbstractContextManager[None]:
     """Mark the passes in this block: of their hidden states only those of these layers are read, numbered as in
     transformers, and layers + 1 for the input of the final norm. An engine may leave the others out.
     """
-    token = _read_states.set(layers)
-    try:
-        yield
-    finally:
-        _read_states.reset(token)
+    return _within(_read_states, layers)
 
 
 def is_read(layer: int) -> bool:
@@ -139,14 +139,9 @@ ReadingReport = Callable[[int, int], None]  # receives the number of read tokens
 _reading: ContextVar[ReadingReport | None] = ContextVar("reading", default=None)
 
 
-@contextmanager
-def reported_reading(report: ReadingReport) -> Iterator[None]:
+def reported_reading(report: ReadingReport) -> AbstractContextManager[None]:
     """Report the progress of reading long prompts in this block, for any model."""
-    token = _reading.set(report)
-    try:
-        yield
-    finally:
-        _reading.reset(token)
+    return _within(_reading, report)
 
 
 def report_reading(done: int, total: int) -> None:
