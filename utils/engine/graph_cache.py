@@ -4,6 +4,7 @@ A graph repeats the same operations on the same addresses, so buffers and graphs
 of a run.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,10 +35,8 @@ class Slot:
         self.pairs: list[Tensor] = []  # (2, heads, capacity, D) of each layer, of which the buffers are views
         self.graphs: Graphs = {}
 
-    def room(self, layer: int, new: tuple[Tensor, Tensor], end: int) -> tuple[Tensor, Tensor] | None:
-        """Return the buffers of a layer, or None if the states (B, heads, T, D) are of several rows or too long."""
-        if end > self.capacity or new[0].shape[0] != 1:
-            return None
+    def room(self, layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the buffers of a layer for states (1, heads, T, D)."""
         if layer not in self.buffers:
             # Zeros, because a NaN in a masked position would still make the attention of a row NaN.
             shapes = [(*part.shape[:-2], self.capacity, part.shape[-1]) for part in new]
@@ -121,64 +120,37 @@ class Replays:
         return graphs[key]
 
 
-class SlotLayer(GrowingLayer):
-    """Keys and values (B, heads, length, D) in a slot. Views of its buffers are made only when they are read: a replay
+class SlotLayer(DynamicLayer):
+    """Keys and values (1, heads, length, D) in a slot. Views of its buffers are made only when they are read: a replay
     and a rewind just change the length.
-
-    They leave the slot for tensors of their own when it has no room for them, for example for the rows of a beam.
     """
 
     _layer_type = None
 
     def __init__(self, slot: Slot, index: int) -> None:
-        self.slot, self._index, self._length = slot, index, 0
-        self._own: list[Tensor | None] = [None, None]  # keys and values that have left the slot
-        super().__init__()
+        self.slot, self._index, self._length, self.is_initialized = slot, index, 0, False
 
     def _part(self, part: int) -> Tensor | None:
         buffers = self.slot.buffers.get(self._index)
-        if self._own[part] is not None or buffers is None:
-            return self._own[part]
-        return buffers[part][..., : self._length, :]
+        return None if buffers is None else buffers[part][..., : self._length, :]
 
-    keys: Any = property(lambda self: self._part(0), lambda self, new: self._own.__setitem__(0, new))
-    values: Any = property(lambda self: self._part(1), lambda self, new: self._own.__setitem__(1, new))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take note of the number format. There are no keys yet."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+    keys: Any = property(lambda self: self._part(0))
+    values: Any = property(lambda self: self._part(1))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new positions, and return all keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        length, new = self.get_seq_length(), (key_states, value_states)
-        end = length + key_states.shape[-2]
-        buffers = self.slot.room(self._index, new, end) if self.in_slot() else None
-        if buffers is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        for buffer, part in zip(buffers, new, strict=True):
-            buffer[..., length:end, :] = part
+        end, new = self._length + key_states.shape[-2], (key_states, value_states)
+        for buffer, part in zip(self.slot.room(self._index, new), new, strict=True):
+            buffer[..., self._length : end, :] = part
         self.extend_to(end)
         return self.keys, self.values
 
-    def in_slot(self) -> bool:
-        """Whether the slot holds all keys that have been computed so far."""
-        return self._own[0] is None
-
     def get_seq_length(self) -> int:
-        return self._length if self._own[0] is None else self._own[0].shape[-2]
+        return self._length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last positions; their number is negative."""
-        if self.in_slot():
-            self._length = max(0, self._length - abs(tokens_to_remove))
-        else:
-            super().crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        self._length = 0
-        super().reset()
+        self._length = max(0, self._length - abs(tokens_to_remove))
 
     def extend_to(self, length: int) -> None:
         """Set the length, after positions were written to the slot."""
@@ -192,7 +164,10 @@ class SlotLayer(GrowingLayer):
 
 
 class GraphCache(DynamicCache):
-    """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache."""
+    """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache.
+
+    Keys and values leave the slot for tensors of their own where there are several rows, such as those of a beam.
+    """
 
     def __init__(self, pool: SlotPool, layers: int) -> None:
         super().__init__()
@@ -207,14 +182,30 @@ class GraphCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new positions to a layer. Before the first one, all move to a longer slot if they need one."""
-        if layer_idx == 0 and len(key_states) == 1:
+        if layer_idx == 0 and len(key_states) > 1:
+            self._leave()
+        elif layer_idx == 0:
             self.reserve(key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, which may be more or fewer than before."""
+        self._leave()
+        super().reorder_cache(beam_idx)
+
+    def _leave(self) -> None:
+        for index, layer in enumerate(self.layers if self._in_slot() else ()):
+            self.layers[index] = own = GrowingLayer()
+            if layer.get_seq_length():
+                own.update(layer.keys, layer.values)
+
+    def _in_slot(self) -> bool:
+        return isinstance(self.layers[0], SlotLayer)
+
     def reserve(self, count: int) -> Slot | None:
         """Return the slot with room for `count` more positions, or None if keys have left it."""
-        if not all(layer.in_slot() for layer in self.layers):
+        if not self._in_slot():
             return None
         needed, old = self.get_seq_length() + count, self.slot
         if needed > old.capacity:
@@ -232,6 +223,9 @@ class GraphCache(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GraphCache":
         twin = GraphCache(self._pool, len(self.layers))
+        if not self._in_slot():
+            twin.layers = copy.deepcopy(self.layers, memo)
+            return twin
         twin.reserve(self.get_seq_length())
         for own, layer in zip(self.layers, twin.layers, strict=True):
             layer.move(twin.slot, own.keys, own.values)
