@@ -5,12 +5,12 @@ with fewer repeats and widths, and its long context is not computed: how long a 
 keys, not on their values.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from statistics import median_low
+from time import perf_counter
 
 import torch
 from transformers import PreTrainedModel
@@ -106,11 +106,7 @@ class ForwardProbe:
 
 
 def verify_costs(
-    probe: ForwardProbe,
-    clock: Callable[[], float] = time.perf_counter,
-    *,
-    report: Report = unreported,
-    shorter: Sequence[float] = (),
+    probe: ForwardProbe, *, report: Report = unreported, shorter: Sequence[float] = ()
 ) -> tuple[float, tuple[float, ...]]:
     """Return the seconds of a decode step, and the extra time of verify passes with 1, 2, ... drafts in units of a
     decode step.
@@ -120,11 +116,11 @@ def verify_costs(
     """
     widths = [width for width in LONG_WIDTHS if width <= len(shorter) + 1]
     if not shorter:
-        start = clock()
+        start = perf_counter()
         probe.forward(1)
-        fast = clock() - start < SLOW_STEP
+        fast = perf_counter() - start < SLOW_STEP
         widths = [width for width in (WIDTHS if fast else WIDTHS[:-1]) if width <= probe.max_width]
-    times = width_seconds(probe, widths, clock, enough=ENOUGH / (2 if shorter else 1), report=report)
+    times = width_seconds(probe, widths, enough=ENOUGH / (2 if shorter else 1), report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
     # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
@@ -145,7 +141,6 @@ def _interpolated(values: Mapping[int, float], width: int) -> float:
 def width_seconds(
     probe: ForwardProbe,
     widths: Sequence[int],
-    clock: Callable[[], float] = time.perf_counter,
     *,
     repeats: int = REPEATS,
     enough: float = inf,
@@ -162,37 +157,30 @@ def width_seconds(
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
         for width in widths:
             probe.make_room(width)  # outside the timed section
-            start = clock()
+            start = perf_counter()
             probe.forward(width)
-            times[width].append(clock() - start)
+            times[width].append(perf_counter() - start)
     return times
 
 
-def times_have_changed(
-    probe: ForwardProbe,
-    step_seconds: float,
-    costs: Sequence[float],
-    clock: Callable[[], float] = time.perf_counter,
-) -> bool:
+def times_have_changed(probe: ForwardProbe, step_seconds: float, costs: Sequence[float]) -> bool:
     """Return whether a decode step or a verify pass takes a clearly different time from these measured ones."""
     widths = [width for width in (1, CHECKED_WIDTH) if width <= min(probe.max_width, len(costs) + 1)]
     known = {width: step_seconds * (1 + (costs[width - 2] if width > 1 else 0.0)) for width in widths}
-    now = width_seconds(probe, widths, clock, repeats=CHECK_REPEATS)
+    now = width_seconds(probe, widths, repeats=CHECK_REPEATS)
     # The shortest of a few, because a single interruption is no reason to measure again.
     changes = [min(now[width]) / known[width] for width in widths if known[width]]
     return any(not 1 / STALE <= change <= STALE for change in changes)
 
 
-def faster_threads(
-    probe: ForwardProbe, count: int, others: Sequence[int], clock: Callable[[], float] = time.perf_counter
-) -> int:
+def faster_threads(probe: ForwardProbe, count: int, others: Sequence[int]) -> int:
     """Return the fastest of the other numbers of threads if a decode step and a wide pass are clearly faster with it
     than with `count`, and otherwise `count`. One thread may keep memory as busy as several, but is slower at a prompt.
     """
     fastest: dict[int, float] = {}
     for number in (*others, count):
         torch.set_num_threads(number)
-        times = width_seconds(probe, [1, min(WIDE, probe.max_width)], clock, repeats=CHECK_REPEATS)
+        times = width_seconds(probe, [1, min(WIDE, probe.max_width)], repeats=CHECK_REPEATS)
         fastest[number] = sum(map(min, times.values()))
     best = min(others, key=fastest.__getitem__)
     return best if fastest[best] * STALE < fastest[count] else count

@@ -3,11 +3,12 @@
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny import tiny_bart, tiny_llama, tiny_mamba, tiny_t5
 
-from utils.engine import Engine
+from utils.engine import Engine, forward_timing
 from utils.engine.forward_timing import ENOUGH, ForwardProbe, LongerContext, verify_costs
 from utils.engine.stored_results import ResultFile, StoredResult
 
@@ -30,13 +31,19 @@ class TimedProbe(ForwardProbe):
 SECONDS = {1: 2.0, 2: 2.4, 3: 3.0, 5: 4.0, 9: 6.0, 17: 10.0}
 
 
+def timed_costs(probe: TimedProbe, **options: Any) -> tuple[float, tuple[float, ...]]:
+    """The costs on the clock of a probe."""
+    with mock.patch.object(forward_timing, "perf_counter", lambda: probe.now):
+        return verify_costs(probe, **options)
+
+
 def scaled(factor: float) -> TimedProbe:
     return TimedProbe({width: factor * seconds for width, seconds in SECONDS.items()})
 
 
 def test_costs_are_in_decode_steps_and_linear_between_the_measured_widths() -> None:
     probe = scaled(0.01)
-    seconds, costs = verify_costs(probe, lambda: probe.now)
+    seconds, costs = timed_costs(probe)
     assert seconds == pytest.approx(0.02)
     expected = [0.2, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, *(2.25 + 0.25 * step for step in range(8))]
     assert costs == pytest.approx(expected)
@@ -46,8 +53,8 @@ def test_in_a_longer_context_few_widths_are_measured() -> None:
     """What attention adds there grows evenly with the width, while the other costs rise in steps."""
     short, long = scaled(0.01), scaled(0.01)
     long.seconds = {width: seconds + 0.002 * width for width, seconds in short.seconds.items()}
-    _, costs = verify_costs(short, lambda: short.now)
-    step, longer = verify_costs(long, lambda: long.now, shorter=costs)
+    _, costs = timed_costs(short)
+    step, longer = timed_costs(long, shorter=costs)
     assert set(long.widths) == {1, 9} and step == pytest.approx(0.022) and len(longer) == len(costs)
     # Exact at the measured width. Elsewhere an estimate, because the steps of the kernels weigh less there.
     assert longer[7] == pytest.approx((0.06 + 0.018) / 0.022 - 1)
@@ -60,8 +67,8 @@ def test_measuring_takes_a_few_seconds(step: float) -> None:
     """Of a flat table, such as that of a model of 1.7 billion parameters on two cores."""
     costs = {1: 1.0, 2: 1.3, 3: 1.35, 5: 1.5, 9: 1.9, 17: 3.2}
     short, long = (TimedProbe({width: step * grown * cost for width, cost in costs.items()}) for grown in (1, 1.1))
-    table = verify_costs(short, lambda: short.now)[1]
-    verify_costs(long, lambda: long.now, shorter=table)
+    table = timed_costs(short)[1]
+    timed_costs(long, shorter=table)
     assert short.now + long.now < 6 and long.now <= max(ENOUGH / 2, 2 * (long.seconds[1] + long.seconds[9]))
     assert all(short.widths.count(width) >= 2 for width in set(short.widths)), "one pass may have been interrupted"
     assert 9 in short.widths and len(table) >= 8

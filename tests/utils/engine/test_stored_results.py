@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,7 +68,8 @@ def test_a_number_of_threads_that_a_busy_machine_had_chosen_is_chosen_anew(
     first = start(file, threads=0)
     edit(file, {"threads": 1})
     speeds = FixedSpeeds(lambda name, threads, width: 1.0 if threads == 1 else step if width == 1 else wide)
-    best = partial(forward_timing.faster_threads, clock=lambda: speeds.now)
+    monkeypatch.setattr(forward_timing, "perf_counter", lambda: speeds.now)
+    best = forward_timing.faster_threads
     monkeypatch.setattr(engine, "faster_threads", lambda _, *counts: best(speeds.probe("invariant"), *counts))
     second = start(file, threads=0)
     assert first.state.verified and tests.call_count == 1 + too_few

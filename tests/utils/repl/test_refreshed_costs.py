@@ -11,7 +11,7 @@ from fakes import Screen, open_session
 
 from utils.comparison.harness import Harness
 from utils.config.settings import Settings
-from utils.engine import engine
+from utils.engine import engine, forward_timing
 from utils.metrics.costs import Costs
 from utils.repl.loaded_pair import LoadedPair
 from utils.repl.repl_session import ReplSession
@@ -35,9 +35,8 @@ def now(busy: float, wide: float = 1.0) -> Callable[..., bool]:
             for width in (1, 5)
             for time in (0.0, busy * step_seconds * (1 + 0.1 * (width - 1)) * (wide if width > 1 else 1))
         )
-        return original(probe, step_seconds, costs, lambda: next(clock))
-
-    from utils.engine.forward_timing import times_have_changed as original
+        with mock.patch.object(forward_timing, "perf_counter", lambda: next(clock)):
+            return forward_timing.times_have_changed(probe, step_seconds, costs)
 
     return changed
 
