@@ -65,7 +65,7 @@ def verify_seconds(
 @torch.no_grad()
 def run_products(model: Any) -> None:
     """Compute the products of one decode step alone."""
-    for kernel in dict.fromkeys(part.fused.kernel for part in model.modules() if isinstance(part, EngineLinear)):
+    for kernel in dict.fromkeys(part.kernel for part in model.modules() if isinstance(part, EngineLinear)):
         kernel(torch.zeros(1, kernel.inputs))
 
 

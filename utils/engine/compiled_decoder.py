@@ -219,7 +219,7 @@ def products_of(model: nn.Module, spec: DecoderSpec) -> list[LayerProducts]:
 def product_of(model: nn.Module, *linears: Linear) -> Product:
     """One product for layers that read the same input. Fused parameters and fused kernels are one kernel already."""
     modules: Any = [model.get_submodule(linear.name.partition("[")[0]) for linear in linears]
-    return [*dict.fromkeys(module.fused.kernel for module in modules)]
+    return [*dict.fromkeys(module.kernel for module in modules)]
 
 
 def _width(product: Product) -> int:

@@ -98,11 +98,12 @@ def _supported(values: Tensor) -> Tensor:
 
 class CompiledKernel:
     """Weights (N, K) in float32, bfloat16 or float16, or of small integers of one form, row below row. Inputs and
-    outputs are float32.
+    outputs are float32. sizes: the number of outputs of each weight.
     """
 
     def __init__(self, weights: Sequence[Tensor | BlockWeight], bias: Tensor | None) -> None:
-        self.outputs, self.inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        self.sizes, self.inputs = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        self.outputs = sum(self.sizes)
         self._bits = offset = rounded = 0
         packed = dict[str, Tensor]()
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
@@ -136,6 +137,8 @@ class CompiledKernel:
         if bias is not None:
             self._packed["bias"] = pad(bias.detach().float(), (0, self.width - len(bias))).contiguous()
         self._calls: dict[int, tuple[tuple[Any, int], Any]] = {}  # jobs and their arguments, by number of rows
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.inputs).float().contiguous()
@@ -149,6 +152,18 @@ class CompiledKernel:
                     arguments[[*ARGUMENTS].index(place)] = part.data_ptr()
                 WORKERS.run(*jobs)
         return out[:, : self.outputs].view(*x.shape[:-1], self.outputs) if x.dim() != 2 else out[:, : self.outputs]
+
+    def output(self, x: Tensor, index: int) -> Tensor:
+        """Return the product of x (..., K) with one of the weights. The first one computes all products; the others
+        take theirs.
+        """
+        # A different tensor means a new forward pass. The stored reference keeps its identity from being reused.
+        if x is not self._input:
+            self._input, self._outputs = x, torch.split_with_sizes(self(x), self.sizes, dim=-1)
+        own = self._outputs[index]
+        if index == len(self.sizes) - 1:  # the last layer to run releases the tensors
+            self._input, self._outputs = None, ()
+        return own
 
     def first(self, outputs: int) -> "CompiledKernel":
         """The product with the first rows of the same weight."""

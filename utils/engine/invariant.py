@@ -60,7 +60,7 @@ class InvariantEngine(PlainEngine):
             # For models that cannot be read, and for arguments that a lean forward does not take.
             model.set_attn_implementation(attention.NAME)
             if spec is not None:
-                head = cast(EngineLinear, model.get_output_embeddings()).fused.kernel
+                head = cast(EngineLinear, model.get_output_embeddings()).kernel
                 lean = LeanDecoder(spec, products_of(model, spec), head, model)
                 self._replace_forward(model, lean)
                 continue

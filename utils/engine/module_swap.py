@@ -23,51 +23,29 @@ _Group = tuple[list[nn.Linear], list[tuple[nn.Module, list[str]]]]
 GroupBuilder = Callable[[Sequence[nn.Linear]], list[CompiledKernel]]
 
 
-class FusedKernel:
-    """One product for several layers that read the same input.
-
-    The first layer computes it; the others take their part of it.
-    """
-
-    def __init__(self, kernel: CompiledKernel, sizes: Sequence[int]) -> None:
-        self.kernel, self.sizes = kernel, list(sizes)
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
-
-    def output(self, x: Tensor, index: int) -> Tensor:
-        """Return the output of layer `index` for x (..., K)."""
-        # A different tensor means a new forward pass. The stored reference keeps its identity from being reused.
-        if x is not self._input:
-            self._input, self._outputs = x, torch.split_with_sizes(self.kernel(x), self.sizes, dim=-1)
-        own = self._outputs[index]
-        if index == len(self.sizes) - 1:  # the last layer to run releases the tensors
-            self._input, self._outputs = None, ()
-        return own
-
-
 class EngineLinear(nn.Module):
-    """A linear layer computed by a kernel, alone or as one part of it.
+    """A linear layer computed by a kernel, of which it is layer `index`.
 
     `original` keeps what `restore_linears` needs: the bias, and the weight if it has no data or an embedding holds it.
     """
 
-    def __init__(self, fused: FusedKernel, index: int, layer: nn.Linear, *, tied: bool) -> None:
+    def __init__(self, kernel: CompiledKernel, index: int, layer: nn.Linear, *, tied: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.fused, self.index, self._dtype = fused, index, layer.weight.dtype
+        self.kernel, self.index, self._dtype = kernel, index, layer.weight.dtype
         self.original = (
             layer.weight if tied or source_of(layer.weight) is not None else None,
             layer.bias,
         )  # a tuple, so that they are not registered
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.fused.kernel(x) if len(self.fused.sizes) == 1 else self.fused.output(x, self.index)
+        out = self.kernel(x) if len(self.kernel.sizes) == 1 else self.kernel.output(x, self.index)
         return out.to(x.dtype)  # kernels return float32
 
     @property
     def weight(self) -> Tensor:
         """The weight (N, K), computed anew at every access."""
-        return torch.split_with_sizes(self.fused.kernel.weight(), self.fused.sizes)[self.index].to(self._dtype)
+        return torch.split_with_sizes(self.kernel.weight(), self.kernel.sizes)[self.index].to(self._dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -85,12 +63,7 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
     while groups:
         report(f"packing the weights: layer {total - len(groups) + 1} of {total}")
         _, (layers, places) = groups.popitem()  # so that each original weight is freed as soon as it is packed
-        kernels, sizes = build(layers), [layer.out_features for layer in layers]
-        if len(kernels) == 1:
-            whole = FusedKernel(kernels[0], sizes)
-            parts = [(whole, index) for index in range(len(sizes))]
-        else:
-            parts = [(FusedKernel(kernel, [size]), 0) for kernel, size in zip(kernels, sizes, strict=True)]
+        parts = [(kernel, index) for kernel in build(layers) for index in range(len(kernel.sizes))]
         packed += sum(layer.weight.numel() for layer in layers)
         if packed > PACKED_BEFORE_TRIM:  # what conversions have freed lies between the packed weights
             trim_allocator()
@@ -100,21 +73,22 @@ def swap_linears(models: Iterable[nn.Module], build: GroupBuilder, report: Calla
                 tied = id(layer.weight) in embedded
                 setattr(parent, name, EngineLinear(*part, layer, tied=tied))
                 if tied and isinstance(rows := origin_of(layer.weight), TableRows):
-                    rows.join(part[0].kernel)
+                    rows.join(part[0])
 
 
 def restore_linears(models: Iterable[nn.Module]) -> None:
     """Put the nn.Linear layers back. Weights that were shared are shared again."""
-    restored: dict[tuple[int, int], Any] = {}
+    restored: dict[tuple[int, ...], Any] = {}
     for model in models:
         # A list, because modules are replaced while it is read.
         for parent, name, child in [(part, *child) for part in model.modules() for child in part.named_children()]:
             if isinstance(child, EngineLinear):
-                key, (tied, bias) = (id(child.fused), child.index), child.original
+                tied, bias = child.original
+                key = id(child.kernel), child.index, id(tied)
                 if key not in restored:
                     own = tied is None
                     if tied is not None and isinstance(rows := origin_of(tied), TableRows):
-                        rows.leave(child.fused.kernel)
+                        rows.leave(child.kernel)
                     restored[key] = nn.Parameter(child.weight.contiguous(), requires_grad=False) if own else tied
                 # On the meta device no weight is allocated that would be replaced at once.
                 layer = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")

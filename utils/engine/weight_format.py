@@ -139,7 +139,7 @@ def _sizes(parts: Iterable[nn.Module]) -> dict[tuple[str, int], int]:
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
     if isinstance(module, EngineLinear):
-        yield from module.fused.kernel.tensors()  # also what a placeholder stands for
+        yield from module.kernel.tensors()  # also what a placeholder stands for
         yield from (tensor for tensor in module.original if tensor is not None and not tensor.is_meta)
     # bitsandbytes keeps scales in objects of its own.
     for state in (getattr(module._parameters.get("weight"), "quant_state", None), getattr(module, "state", None)):
@@ -243,7 +243,7 @@ def _matrices(models: Sequence[nn.Module]) -> list[_Matrix]:
         if not isinstance(part, EngineLinear | nn.Linear):
             continue
         weight = part.original[0] if isinstance(part, EngineLinear) else part.weight
-        key = (id(part.fused), part.index) if isinstance(part, EngineLinear) else id(weight)
+        key = (id(part.kernel), part.index) if isinstance(part, EngineLinear) else id(weight)
         count, size = part.in_features * part.out_features, (model if weight is None else weight).dtype.itemsize
         source = None if weight is None else source_of(weight)
         stored = count * (size if source is None else source.itemsize)

@@ -13,7 +13,7 @@ from utils.engine import compiled_products
 from utils.engine.compiled_products import CompiledKernel
 from utils.engine.invariant import CompiledBuilder
 from utils.engine.layer_engine import unreported
-from utils.engine.module_swap import FusedKernel, restore_linears, swap_linears
+from utils.engine.module_swap import restore_linears, swap_linears
 from utils.engine.weight_blocks import BlockWeight, round_int4
 from utils.engine.weight_format import EngineWeights
 
@@ -30,7 +30,7 @@ def eight_bits(weight: Tensor) -> BlockWeight:
 def kernels_of(model: Any, weights: EngineWeights) -> dict[str, Any]:
     """The kernels of a model in a format, by the names of their layers."""
     swap_linears([model], CompiledBuilder(weights, [model]), unreported)
-    return {name: part.fused.kernel for name, part in model.named_modules() if hasattr(part, "fused")}
+    return {name: part.kernel for name, part in model.named_modules() if hasattr(part, "kernel")}
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -114,7 +114,7 @@ def test_layers_with_the_same_input_are_one_kernel_in_each_form(forms: str) -> N
     model.get_output_embeddings = lambda: nn.Embedding(1, 1)
     exact = [layer(x) for layer in layers]
     swap_linears([model], CompiledBuilder(EngineWeights("gguf", blocks), [model]), unreported)
-    assert len({part.fused for part in model.children()}) == (1 if forms == "equal" else 2)
+    assert len({part.kernel for part in model.children()}) == (1 if forms == "equal" else 2)
     assert all(torch.allclose(part(x), own, atol=2e-3) for part, own in zip(model.children(), exact, strict=True))
     assert all(torch.equal(part.weight, own) for part, own in zip(model.children(), weights, strict=True))
     restore_linears([model])
@@ -137,8 +137,7 @@ def test_blocks_that_are_not_the_weights_of_a_layer_are_not_used() -> None:
 def test_fused_layers_use_their_own_input_and_release_it() -> None:
     torch.manual_seed(3)
     first, second = nn.Linear(8, 4, bias=False), nn.Linear(8, 6, bias=False)
-    weight = torch.cat([first.weight, second.weight]).detach()
-    fused = FusedKernel(CompiledKernel([weight], None), [4, 6])
+    fused = CompiledKernel([first.weight, second.weight], None)
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     assert torch.allclose(fused.output(x, 0), x @ first.weight.T, atol=1e-5)
     # A different input, although the product with the first one is still there.

@@ -47,7 +47,7 @@ def test_each_model_is_computed_in_the_blocks_of_its_own_file(file: Path, tmp_pa
     pair.engine.use("invariant", 1)
     for model, weights in zip((pair.target, pair.drafter), before, strict=True):
         projections = [(name, part) for name, part in model.named_modules() if name.endswith("_proj")]
-        assert projections and all(part.fused.kernel.form.kind == "uint4" for _, part in projections)
+        assert projections and all(part.kernel.form.kind == "uint4" for _, part in projections)
         assert all(torch.equal(part.weight, weights[f"{name}.weight"]) for name, part in projections)
 
 
@@ -56,7 +56,7 @@ def test_a_drafter_that_is_not_a_gguf_file_is_computed_in_int8(file: Path, shelf
     pair = load(file, shelf / "drafter", engine_weights="gguf")
     exact = sample_logits(pair.drafter)
     pair.engine.use("invariant", 1)
-    kernels = [part.fused.kernel for part in pair.drafter.modules() if hasattr(part, "fused")]
+    kernels = [part.kernel for part in pair.drafter.modules() if hasattr(part, "kernel")]
     assert {kernel.form.kind for kernel in kernels} == {"int8"}
     assert (sample_logits(pair.drafter) - exact).norm() < 0.1 * exact.norm()
 
