@@ -150,7 +150,8 @@ class CompiledBuilder:
             return [kernel]
         forms = [self._form(layer) for layer in layers]
         if have_one_form(forms):
-            return [CompiledKernel(forms, _joined_bias(layers))]
+            bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+            return [CompiledKernel(forms, bias)]
         return [CompiledKernel([form], layer.bias) for form, layer in zip(forms, layers, strict=True)]
 
     def _joined(self, layers: Sequence[nn.Linear]) -> CompiledKernel | None:
@@ -167,11 +168,6 @@ class CompiledBuilder:
         name, weights = self._of(layer)
         form = weights.form(name, layer.weight, is_head=id(layer.weight) in self._heads)
         return form if isinstance(form, BlockWeight) else _shortened(form)
-
-
-def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """The biases of layers as one, or None if they have none."""
-    return None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
 
 
 def _shortened(form: Tensor) -> Tensor:

@@ -111,13 +111,12 @@ def round_int8(weight: Tensor) -> BlockWeight:
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), 1)
     arguments = words(_ROUND, rows=rows, values=values, scales=scales, inputs=rows.shape[1])
     WORKERS.run(*job_list([(_int8_function(kind_of(rows)), arguments, len(rows))]))
-    values, scales = (part.to(weight.device) for part in (values[:, :inputs], scales))
-    return BlockWeight(values, scales, None, group=inputs, bits=8)
+    return BlockWeight(values[:, :inputs], scales, None, group=inputs, bits=8)
 
 
 def _readable(weight: Tensor) -> Tensor:
     """A weight as machine code reads it."""
-    rows = weight.detach().cpu().contiguous()
+    rows = weight.detach().contiguous()
     return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 
@@ -141,9 +140,7 @@ def round_int4(weight: Tensor) -> BlockWeight:
     scales, middles = torch.empty(2, len(groups), dtype=torch.bfloat16)
     arguments = words(_ROUND_GROUPS, rows=groups, values=values, scales=scales, middles=middles, groups=len(groups))
     WORKERS.run(*job_list([(_int4_function(kind_of(groups)), arguments, -(-len(groups) // (_LANES * _ITEM)))]))
-    values, scales, middles = (
-        part[:count].view(len(weight), -1).to(weight.device) for part in (values, scales, middles)
-    )
+    values, scales, middles = (part[:count].view(len(weight), -1) for part in (values, scales, middles))
     return BlockWeight(values, scales, middles, group=INT4_GROUP, bits=4, offset=-8)
 
 

@@ -129,8 +129,8 @@ def _sizes(parts: Iterable[nn.Module]) -> dict[tuple[str, int], int]:
             source = source_of(tensor)
             sizes["", id(tensor)] = 0 if source is None else tensor.numel() * source.itemsize
             continue
-        # No address where oneDNN has its own layout, and 0 where accelerate keeps the data elsewhere until it is used.
-        key = (str(tensor.device), (0 if tensor.is_mkldnn else tensor.data_ptr()) or id(tensor))
+        # The address is 0 where accelerate keeps the data elsewhere until it is used.
+        key = (str(tensor.device), tensor.data_ptr() or id(tensor))
         # Tensors at one address may be views of different lengths.
         sizes[key] = max(tensor.nbytes, sizes.get(key, 0))
     return sizes
