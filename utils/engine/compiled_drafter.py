@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.decode.engine_forward import MAX_WIDTH, CompiledEntries
-from utils.engine.compiled_decoder import Buffers, DecoderProgram, Product, RotaryTables, product_of, products_of
+from utils.engine.compiled_decoder import Buffers, DecoderProgram, RotaryTables, product_of, products_of
 from utils.engine.decoder_spec import DecoderSpec, DraftSpec, JoinedInput
 from utils.engine.machine_code import WORKERS, floats
 from utils.engine.stored_weights import embedded
@@ -57,10 +57,6 @@ class DrafterProducts:
         self.layers = products_of(model, spec.decoder)
         self.head = product_of(model, spec.decoder.head)
 
-    def besides_layers(self) -> list[Product]:
-        """Those that are no part of an attending layer."""
-        return [self.head, *(mixture for mixture in self.mixtures if mixture is not None)]
-
 
 class CompiledDrafter(CompiledEntries):
     """Adds entries to a drafter that describes itself by `draft_spec`, as its present conventions have it."""
@@ -71,7 +67,7 @@ class CompiledDrafter(CompiledEntries):
         self._products = products = DrafterProducts(model, model.draft_spec())
         self._rotary = RotaryTables(spec)
         with torch.inference_mode(False):  # passes in other modes write them as well
-            others = products.besides_layers()
+            others = [products.head, *filter(None, products.mixtures)]
             self._buffers = Buffers(spec, products.layers, MAX_WIDTH, keeps=False, others=others)
         self._programs: dict[tuple[int, Any], DraftProgram] = {}
 
