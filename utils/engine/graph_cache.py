@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from utils.decode.kv_cache import GrowingLayer
@@ -163,17 +163,15 @@ class SlotLayer(DynamicLayer):
             self.update(keys, values)
 
 
-class GraphCache(DynamicCache):
+class GraphCache(Cache):
     """The cache of one run. Forward passes outside a graph see views of `length` positions, as in a growing cache.
 
     Keys and values leave the slot for tensors of their own where there are several rows, such as those of a beam.
     """
 
     def __init__(self, pool: SlotPool, layers: int) -> None:
-        super().__init__()
         self._pool, self.slot = pool, pool.take(1)
-        self.layer_class_to_replicate = None
-        self.layers = [SlotLayer(self.slot, index) for index in range(layers)]
+        super().__init__(layers=[SlotLayer(self.slot, index) for index in range(layers)])
 
     def __del__(self) -> None:
         self._pool.give(self.slot)
@@ -259,9 +257,6 @@ class RecordedLayer(DynamicLayer):
         return self._slot.position
 
 
-def recorded_cache(slot: Slot) -> DynamicCache:
+def recorded_cache(slot: Slot) -> Cache:
     """The cache with which a graph is recorded on a slot."""
-    cache = DynamicCache()
-    cache.layer_class_to_replicate = None
-    cache.layers = [RecordedLayer(slot, index) for index in sorted(slot.buffers)]
-    return cache
+    return Cache(layers=[RecordedLayer(slot, index) for index in sorted(slot.buffers)])
