@@ -80,7 +80,7 @@ class GraphForward(Replays, EngineForward):
         self.decoder = None if isinstance(spec, str) else SlotDecoder(spec)
         self._layers = len(DynamicCache(config=model.config).layers)
         self.pool = SlotPool(model.device, *([self.decoder.prepare] if self.decoder else []))
-        self._parameters = self.__signature__.parameters
+        self._takes_positions = "position_ids" in self.__signature__.parameters
         self._kinds = set[tuple[int, bool]]()  # width and hidden states of recorded passes
         self._cuts = WeakSet[GraphForward]()
         self.unnormed: Tensor | None = None  # the input of the final norm, if the last pass was not by transformers
@@ -164,9 +164,7 @@ class GraphForward(Replays, EngineForward):
 
         def run() -> Outputs:
             positions = slot.position + torch.arange(ids.shape[1], device=ids.device)
-            # Only older versions of transformers take `cache_position`, and would compute it on the host.
-            given = {"position_ids": positions[None], "cache_position": positions}
-            given = {name: value for name, value in given.items() if name in self._parameters}
+            given = {"position_ids": positions[None]} if self._takes_positions else {}
             unnormed: list[Tensor] = []
             with nullcontext() if norm is None else norm.register_forward_pre_hook(lambda _, x: unnormed.append(x[0])):
                 output = self.original(**arguments, **given)
