@@ -103,7 +103,7 @@ def _processor(row: Setting, settings: Settings) -> str:
 def engine_rows(engine: Engine) -> list[tuple[str, ...]]:
     """The cells of each engine under HEADINGS."""
     table = engine.table
-    rows = {name: table.get(name, EngineFigures()) for name in engine.names}
+    rows = {name: table.get(name, EngineFigures()) for name in engine.problems}
     used = engine.state.kind
     rows[used] = _present_figures(engine, rows[used])
     return [_cells(f"{name} *" if name == used else name, row) for name, row in rows.items()]
@@ -123,7 +123,7 @@ def engine_notes(engine: Engine) -> Iterator[str]:
         fastest = max(speeds, key=lambda name: speeds[name])
         if measured.get(used, EngineFigures()).verified and speeds[fastest] > speeds[used]:
             yield KEPT.format(used, fastest, speeds[fastest] / speeds[used] - 1)
-    rows = {name: table.get(name) or EngineFigures(engine.problem(name)) for name in engine.names}
+    rows = {name: table.get(name) or EngineFigures(problem) for name, problem in engine.problems.items()}
     yield from (f"{name}: {row.problem}." for name, row in rows.items() if row.problem)
     if other := engine.faster_baseline():
         yield f"Target-only would be {other.factor:.2f}x as fast in the {other.name} engine (estimate)."

@@ -86,7 +86,8 @@ class Engine:
     loaded one cannot be undone. identity: of the files of all models, for results that are stored; empty to store
     nothing. Raises UserError if the format is not possible.
 
-    table: the figures of the engines that were compared, and why others were not. workload: what the engines are
+    problems: why engines cannot compute these models in the loaded number format, by their names; empty for those that
+    can. table: the figures of the engines that were compared, and why others were not. workload: what the engines are
     compared for. report: shows how far a slow step has got. results: where results are stored and found again.
     available: returns the bytes of memory that are free. defers_costs: whether the caller calls `measure` itself, after
     an engine was chosen.
@@ -112,7 +113,7 @@ class Engine:
         self._engine = self._built(PLAIN)
         self._held = self._engine.nbytes()  # without an engine
         # Found out now: the layers of an installed engine could not be read.
-        self._problems = {name: self._built(name).unsupported() for name in LAYER_ENGINES}
+        self.problems = {name: self._built(name).unsupported() for name in LAYER_ENGINES}
         self._references: list[selftest.Reference] = []
         self._key = ""  # of the present result
         self.step_seconds = 0.0  # of a decode step
@@ -123,21 +124,12 @@ class Engine:
         self.state = EngineState(PLAIN, weight_format(self._target), False, torch.get_num_threads(), NOT_TESTED)
         # Reported now, because a request for another format has no plain engine to fall back to.
         if not self.candidates():
-            reason = joined_problems({name: self.problem(name) for name in LAYER_ENGINES if name != PLAIN})
+            reason = joined_problems({name: problem for name, problem in self.problems.items() if name != PLAIN})
             raise UserError(NOT_POSSIBLE.format(self.format, reason))
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all engines."""
-        return [*LAYER_ENGINES]
 
     def candidates(self) -> list[str]:
         """Return the names of the engines that support the models and compute the loaded number format."""
-        return [name for name in LAYER_ENGINES if not self.problem(name)]
-
-    def problem(self, name: str) -> str:
-        """Return why an engine cannot compute these models in the loaded number format."""
-        return self._problems[name]
+        return [name for name, problem in self.problems.items() if not problem]
 
     def use(self, name: str, thread_count: int) -> EngineState:
         """Compute with an engine ("auto" or a name in LAYER_ENGINES) and a number of threads.
@@ -241,7 +233,7 @@ class Engine:
             raise UserError(
                 f"The plain engine has no {self._weights.format} weights: start the program without --engine-weights."
             )
-        if name != AUTO and (reason := self.problem(name)):
+        if name != AUTO and (reason := self.problems[name]):
             raise UserError(f"The {name} engine cannot compute {self._target.name_or_path}: {reason}.")
         names = self.candidates() if name == AUTO else [name]
         lacking = {candidate: self._memory_problem(candidate) for candidate in names}
@@ -311,7 +303,7 @@ class Engine:
         known = thread_count or machine.requested_threads()
         names = self.candidates() if name == AUTO else [name]
         if not all(other in self.table for other in names):
-            rows = {other: self._unmeasured(other, self.problem(other)) for other in LAYER_ENGINES}
+            rows = {other: self._unmeasured(other, problem) for other, problem in self.problems.items()}
             self.table |= (rows if name == AUTO else {}) | self._measured(names, known)
         while True:
             choice = choose(self.table, self.workload) if name == AUTO else Choice(name)

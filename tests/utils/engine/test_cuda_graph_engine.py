@@ -151,7 +151,7 @@ def test_a_prepared_run_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_auto_chooses_it_where_it_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Engine([MODELS["llama"]()]).problem("cuda_graph")  # on a CPU
+    assert Engine([MODELS["llama"]()]).problems["cuda_graph"]  # on a CPU
     only_engines(monkeypatch, "plain")
     monkeypatch.setitem(LAYER_ENGINES, "cuda_graph", OnCpu)
     prefer("cuda_graph")
