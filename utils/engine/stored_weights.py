@@ -6,7 +6,7 @@ An embedding is a RowTable: its rows are in memory in the format of their file, 
 Output heads in GGUF files are tables as well, because drafters read some of their rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
@@ -235,7 +235,7 @@ def release(models: Iterable[nn.Module]) -> None:
         for part, weight in _weights(model):
             if (empty := getattr(weight, "empty", None)) is not None:
                 part._parameters["weight"] = empty
-        vars(model)["_in_files"] = any(source_of(weight) is not None for _, weight in _weights(model))
+        vars(model)["_in_files"] = in_files(model)
 
 
 def in_files(model: nn.Module) -> bool:
@@ -260,7 +260,6 @@ def _filled(empty: Any, weight: Tensor) -> nn.Parameter:
     return held  # type: ignore[no-any-return]
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def _weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """Each module with a weight of its own. A list, because weights are replaced while it is read."""
-    parts = [(part, part._parameters.get("weight")) for part in model.modules()]
-    return ((part, weight) for part, weight in parts if weight is not None)
+    return [(part, weight) for part in model.modules() if (weight := part._parameters.get("weight")) is not None]
