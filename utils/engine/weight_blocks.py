@@ -126,14 +126,12 @@ def kind_of(values: Tensor) -> str:
 
 
 def round_int4(weight: Tensor) -> BlockWeight:
-    """Round a weight (N, K) to 4 bits in groups of INT4_GROUP. Raises ValueError if K is not a multiple of it.
+    """Round a weight (N, K) to 4 bits in groups of INT4_GROUP, of which K is a multiple.
 
     Each group starts from its smallest and largest weight, and then takes the scale and middle that fit its integers
     best (least squares), for the whole and for narrower ranges, if that lowers its squared error. Scales and middles
     are values of bfloat16.
     """
-    if weight.shape[1] % INT4_GROUP:
-        raise ValueError(f"{weight.shape[1]} inputs are not a multiple of {INT4_GROUP}")
     groups = _readable(weight).unflatten(1, (-1, INT4_GROUP)).flatten(0, 1)
     count, groups = len(groups), pad(groups, (0, 0, 0, max(0, _LANES - len(groups))))
     values = torch.empty(groups.shape, dtype=torch.uint8)
