@@ -104,7 +104,7 @@ def have_one_form(weights: Sequence[Tensor | BlockWeight]) -> bool:
 def round_int8(weight: Tensor) -> BlockWeight:
     """Round a weight (N, K) to int8 with one scale for each row.
 
-    Scales are values of bfloat16, because kernels of PyTorch take no others.
+    Scales are values of bfloat16.
     """
     rows, inputs = _readable(weight), weight.shape[1]
     rows = pad(rows, (0, _LANES - inputs)) if inputs < _LANES else rows
