@@ -31,10 +31,18 @@ SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "sm
 
 
 def read_config(source: Source) -> PreTrainedConfig:
-    """Read the config of a checkpoint. Raises UserError if its rotary positions cannot be read from its GGUF file."""
+    """Read the config of a checkpoint.
+
+    Raises UserError for a part of a GGUF file, and if its rotary positions cannot be read.
+    """
+    reader = _reader(source) if source.gguf else None
+    if reader is not None and (parts := sum(read_field(reader, "split.count"))) > 1:
+        raise UserError(
+            f"'{source.name}' is one of {parts} files of a model: join them by llama.cpp's `llama-gguf-split --merge`."
+        )
     config = AutoConfig.from_pretrained(source.location, **source.arguments)
-    if source.gguf:
-        _read_rotary(config, _reader(source), source.name)
+    if reader is not None:
+        _read_rotary(config, reader, source.name)
     return config
 
 

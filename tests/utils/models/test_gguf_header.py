@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused(name: str, tmp_path: Path, monkeypatch: 
         load_model(locate(str(path), print), "none", Placement("cpu", torch.float32, lambda line: None))
 
 
-def _header(path: Path, architecture: str, *, layers: int = 2, factor: float = 1.0) -> Source:
+def _header(path: Path, architecture: str, *, layers: int = 2, factor: float = 1.0, parts: int = 1) -> Source:
     """The source of a file without weights, whose frequencies begin at 70,000."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(layers)
@@ -86,10 +86,17 @@ def _header(path: Path, architecture: str, *, layers: int = 2, factor: float = 1
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(factor)
     writer.add_vocab_size(300)
+    writer.add_uint16("split.count", parts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     return Source(str(path.parent), path.name, path.name)
+
+
+def test_parts_of_a_file_are_refused(tmp_path: Path) -> None:
+    source = _header(tmp_path / "model-00001-of-00003.gguf", "llama", parts=3)
+    with pytest.raises(UserError, match="3 files.*--merge"):
+        read_config(source)
 
 
 def test_local_layers_are_not_scaled(tmp_path: Path) -> None:
