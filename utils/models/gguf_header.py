@@ -26,8 +26,9 @@ UNKNOWN = "'{}' scales its rotary positions in a way that is not read from GGUF 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SAME = 1e-4  # the largest relative difference of frequencies that are rounded to float32
 
-# Types of tokenizers that split digits, and then text as GPT-2 does.
+# Types of tokenizers that split digits, and then text as GPT-2 does; and those that know words which no merges make.
 SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+WHOLE_WORDS = ("falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken")
 
 
 def read_config(source: Source) -> PreTrainedConfig:
@@ -49,9 +50,17 @@ def read_config(source: Source) -> PreTrainedConfig:
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a checkpoint that has one."""
     tokenizer: Any = AutoTokenizer.from_pretrained(source.location, **source.arguments)
-    if source.gguf and {*read_field(_reader(source), "tokenizer.ggml.pre")} & {*SINGLE_DIGITS}:
+    if not source.gguf:
+        return cast(PreTrainedTokenizerBase, tokenizer)
+    reader, backend = _reader(source), tokenizer.backend_tokenizer
+    kind = next(iter(read_field(reader, "tokenizer.ggml.pre")), "")
+    if kind in SINGLE_DIGITS:
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    elif kind in WHOLE_WORDS:
+        backend.model.ignore_merges = True
+        if not read_field(reader, "tokenizer.ggml.add_bos_token"):  # files that do not say so begin with it
+            tokenizer.add_bos_token = True
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 

@@ -373,7 +373,7 @@ UNPACKERS = {
 
 INDEX, DENSE = "blocks.json", "model.safetensors"
 HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
-RECIPE = 4  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
+RECIPE = 5  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class FileMatrix(NamedTuple):

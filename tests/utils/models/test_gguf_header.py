@@ -128,6 +128,32 @@ def test_digits_are_tokens_of_their_own_where_the_type_says_so(kind: str, tmp_pa
     assert pieces == (["ab", "1", "2"] if kind == "smollm" else ["ab", "12"])
 
 
+@pytest.mark.parametrize("says", [None, False, True])
+@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe"])
+def test_words_are_known_as_a_whole_where_the_type_says_so(kind: str, says: bool | None, tmp_path: Path) -> None:
+    """In files that were converted, too."""
+
+    def add_type(writer: gguf.GGUFWriter, config: Any) -> None:
+        writer.add_tokenizer_pre(kind)
+        if says is not None:
+            writer.add_add_bos_token(says)
+
+    words = tiny_tokenizer()
+    *tokens, _, last = words.convert_ids_to_tokens(range(len(words)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiny_gguf.add_rotary", add_type)
+        patch.setattr(words, "convert_ids_to_tokens", lambda ids: [*tokens, "abc", last])
+        path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(vocab_size=300), words, parts=())
+    source, where = locate(str(path), print), Placement("cpu", torch.float32, lambda line: None)
+    loaded = load_in_blocks(source, where)
+    assert not isinstance(loaded, str)
+    is_whole = kind == "llama-bpe"
+    for tokenizer in (read_tokenizer(source), loaded[1]):
+        assert tokenizer.tokenize("abc") == (["abc"] if is_whole else ["ab", "c"])
+        begins = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+        assert begins is (is_whole if says is None else says)
+
+
 def test_keys_that_transformers_does_not_read(tmp_path: Path) -> None:
     assert read_config(_header(tmp_path / "coder.gguf", "starcoder2")).rope_parameters["rope_theta"] == 70_000.0
     keys = read_config(_header(tmp_path / "phi.gguf", "phi3")).rope_parameters
