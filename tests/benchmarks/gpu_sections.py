@@ -118,7 +118,7 @@ def _draft_row(setup: Setup, model: Any, engine: str) -> Row:
     )
     made = setup.installed(engine, model)
     if made is not None:
-        made.add_helper(drafter)
+        made.compute([drafter])
     try:
         session, ids = HeadSession(drafter), _ids(model, CONTEXT + 2)
         session.begin(ids[:1])
