@@ -30,7 +30,6 @@ from utils.engine.product_code import (
 )
 
 STEP = 32  # inputs in bfloat16 that are a row of a tile
-_ROUNDED = (32, 64)  # rounded inputs with one scale that are a row of a tile
 _ROWS, _LINE = 16, 64  # of a tile, and the bytes of a row
 _PARTS = 3  # values in bfloat16 that are a float32
 _BLOCKS, _ROUNDED_BLOCKS = 4, 2  # that are computed together
@@ -55,7 +54,8 @@ def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
     """Whether a product of so many rows, with groups of inputs that have a scale each, is computed in tiles."""
     if form.has_pairs:
         return True
-    fits = form.rounded in _ROUNDED and (form.is_group or groups == 1)
+    # Values of 4 bits are unpacked, which does not pay for rows of 16 bytes.
+    fits = form.rounded >= (32 if form.kind == "uint4" else 16) and (form.is_group or groups == 1)
     return fits and rows >= _LEAST_ROWS and has_tiles()
 
 

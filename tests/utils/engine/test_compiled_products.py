@@ -240,10 +240,12 @@ TILED = {  # form: N and K, with and without steps that are left after the batch
     "int8, a scale per row": (50, 128),
     "int8 in groups of 32": (40, 160),
     "uint8 in groups of 32": (17, 96),
+    "uint8 in groups of 16": (17, 80),
     "4 bits, shifts": (100, 320),
     "4 bits as in Q4_0": (48, 96),
     "4 bits as in Q4_K": (40, 512),
     "5 bits as in Q5_1": (33, 256),
+    "6 bits as in Q6_K": (20, 768),
 }
 
 
@@ -262,7 +264,7 @@ def test_tiles_have_the_bits_of_other_instructions(name: str, monkeypatch: pytes
     use_tiles(monkeypatch, True)
     torch.set_num_threads(1)
     kernel = CompiledKernel([weight], bias)
-    assert matrix_tiles.uses_tiles(kernel.form, 5, 1 if kernel.form.rounded == 64 else inputs // 32)
+    assert matrix_tiles.uses_tiles(kernel.form, 5, inputs // weight.group)
     for rows in (1, 5, 16, 17, 37):
         assert torch.equal(kernel(x[:rows]), expected[:rows]), rows
 
