@@ -167,6 +167,10 @@ def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
         refused(rest | {name: good[name][None]}, about, DAMAGED)
     twice = {"sizes": [1], "contexts": [3], "branches": [2], "followers": [4, 4], "counts": [1, 2]}
     refused({name: np.array(values) for name, values in twice.items()}, about, DAMAGED)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ngrams"
     path.write_bytes(b"\x80\x04 a pickle, which must not be opened")
     with pytest.raises(UserError, match=DAMAGED):
         load_storage(path, 50, 100)

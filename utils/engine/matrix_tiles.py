@@ -2,7 +2,7 @@
 
 One instruction multiplies a tile of inputs with a tile of weights and adds the product to a tile of sums; each tile
 has up to 16 rows of 64 bytes. So passes of up to 16 rows take little more time than single rows, except with values of
-4 bits, which are unpacked into memory first.
+4 bits, which are unpacked into memory first, and with a scale for every 16 inputs, which fill a quarter of a row.
 
 - Inputs for small integers, which are rounded to 16 bits, are split into their two bytes. All sums of integers are
   exact, so the bits are those of `product_code`.

@@ -25,9 +25,11 @@ UNKNOWN = "'{}' scales its rotary positions in a way that is not read from GGUF 
 # Of Llama 3.1 and later, whose files have the quotients of frequencies instead.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SAME = 1e-4  # the largest relative difference of frequencies that are rounded to float32
-
-# Types of tokenizers that split digits, and then text as GPT-2 does; and those that know words which no merges make.
+# Layers of Gemma 2 and 3 27B, whose query_pre_attn_scalar is hidden_size / num_attention_heads.
+LARGEST = {"gemma2": 46, "gemma3_text": 62}
+# Types of tokenizers that split text into single digits first, and then as GPT-2 does.
 SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+# Types that look up a whole word in the vocabulary before they apply merges.
 WHOLE_WORDS = ("falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken")
 
 
@@ -43,7 +45,10 @@ def read_config(source: Source) -> PreTrainedConfig:
         )
     config = AutoConfig.from_pretrained(source.location, **source.arguments)
     if reader is not None:
-        _read_rotary(config, reader, source.name)
+        text = config.get_text_config(decoder=True)
+        _read_rotary(text, reader, source.name)
+        if text.model_type in LARGEST and text.num_hidden_layers == LARGEST[text.model_type]:
+            text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
     return config
 
 
@@ -59,7 +64,7 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     elif kind in WHOLE_WORDS:
         backend.model.ignore_merges = True
-        if not read_field(reader, "tokenizer.ggml.add_bos_token"):  # files that do not say so begin with it
+        if not read_field(reader, "tokenizer.ggml.add_bos_token"):  # llama.cpp's default for these types
             tokenizer.add_bos_token = True
     return cast(PreTrainedTokenizerBase, tokenizer)
 
@@ -68,11 +73,11 @@ def _reader(source: Source) -> GGUFReader:
     return gguf.GGUFReader(Path(source.location, str(source.gguf)))  # within `shared_reader` read once
 
 
-def _read_rotary(config: PreTrainedConfig, reader: GGUFReader, name: str) -> None:
-    text = config.get_text_config(decoder=True)
-    parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+def _read_rotary(config: Any, reader: GGUFReader, name: str) -> None:
+    """Add the rotary positions to the config of a decoder."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     own = parameters.get("full_attention", parameters)  # local layers, such as Gemma's, are not scaled
-    if own.get("rope_type") != "default":  # there are none, or transformers has read them
+    if own.get("rope_type") != "default":  # no rotary positions, or a scaling that transformers reads
         return
     architecture = read_field(reader, "general.architecture")[0]
 
@@ -80,15 +85,13 @@ def _read_rotary(config: PreTrainedConfig, reader: GGUFReader, name: str) -> Non
         return next(iter(read_field(reader, f"{architecture}.rope.{key}")), None)
 
     own["rope_theta"] = field("freq_base") or own["rope_theta"]
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if "partial_rotary_factor" in own and (rotated := field("dimension_count")):
         own["partial_rotary_factor"] = rotated / size
-    if (architecture, text.num_hidden_layers) in (("gemma2", 46), ("gemma3", 62)):  # those of 27 billion weights
-        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
     own |= _scaling(field, name)
     tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name in TENSORS}
     if QUOTIENTS in tensors:
-        own |= _llama3(text, own, tensors[QUOTIENTS], name)
+        own |= _llama3(config, own, tensors[QUOTIENTS], name)
     elif tensors:
         own |= {
             "rope_type": "longrope",
