@@ -1,9 +1,12 @@
 """Products with packed weights: how weights are packed, and the jobs that multiply with them."""
 
+import mmap
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ _CALLS = 32  # numbers of rows whose jobs are kept
 ITEMS = 32  # of a job, at most: few, because threads read long stretches of memory faster
 _INPUTS, _OUT = ([*ARGUMENTS].index(name) for name in ("inputs", "out"))
 _FACTORS = ("scales", "shifts", "factors")  # of a BlockWeight
+_PAGE, _CHUNK = 2 << 20, 16 << 20  # bytes of a large page, and of the memory that is requested at once
+_ALIGNMENT = 64
 _PACK = {"rows": POINTER, "out": POINTER, "inputs": INT}
 
 
@@ -72,6 +77,44 @@ def _packing_function(bits: int, *, as_words: bool) -> int:
     return compiled(module, optimizes=False)("pack")
 
 
+class _LargePages:
+    """Memory for packed weights, in pages of 2 MB where the system allows them on request.
+
+    A processor finds the place of few pages of 4 kB without looking it up in memory, so a pass over all weights waits
+    for many of them. Tensors share chunks, because most weights of small models are smaller than a page. A chunk is
+    given back when its last tensor is.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with any values, aligned to _ALIGNMENT bytes. Raises MemoryError."""
+        size = prod(shape) * dtype.itemsize
+        whole = -(-size // _ALIGNMENT) * _ALIGNMENT
+        with WORKERS.lock:
+            if whole > len(self._rest):
+                self._rest = self._chunk(max(_CHUNK, -(-whole // _PAGE) * _PAGE))
+            own, self._rest = self._rest[:size], self._rest[whole:]
+        return own.view(dtype).view(*shape)
+
+    @staticmethod
+    def _chunk(size: int) -> Tensor:
+        try:
+            memory = mmap.mmap(-1, size + _PAGE, access=mmap.ACCESS_COPY)  # private to this process
+        except OSError as error:
+            raise MemoryError(str(error)) from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # not every kernel has them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        chunk = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -chunk.data_ptr() % _PAGE
+        return chunk[start : start + size]
+
+
+_LARGE_PAGES = _LargePages()
+
+
 def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
     """Weights (N, K) below each other -> (N / LANES, K, LANES), with zeros for missing rows. as_words: values of 4 bits
     become words of IN_WORD adjacent inputs, the first one in the lowest bits: (N / LANES, K / IN_WORD, LANES).
@@ -82,7 +125,7 @@ def _in_lanes(parts: Sequence[Tensor], *, as_words: bool = False) -> Tensor:
     inputs = parts[0].shape[1] // (IN_WORD["uint4"] if as_words else 1)
     blocks = [len(part) // LANES for part in parts]
     dtype = torch.int32 if as_words else parts[0].dtype
-    out = torch.empty(sum(blocks), inputs, LANES, dtype=dtype, device="cpu")
+    out = _LARGE_PAGES.empty((sum(blocks), inputs, LANES), dtype)
     pack = _packing_function(8 * parts[0].itemsize, as_words=as_words)
     for own, part, count in zip(out.split(blocks), map(Tensor.contiguous, parts), blocks, strict=True):
         arguments = words(_PACK, rows=part, out=own, inputs=inputs)

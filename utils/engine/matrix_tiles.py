@@ -35,9 +35,10 @@ _PARTS = 3  # values in bfloat16 that are a float32
 _BLOCKS, _ROUNDED_BLOCKS = 4, 2  # that are computed together
 _SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then those of weights
 _BATCH = 2  # steps whose sums are read together, because tiles that were just stored are read slowly
-_AHEAD = 4096  # bytes of a block by which weights are asked for early
+_AHEAD = 1024  # bytes of a block by which weights are asked for early
 _UNPACKED = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of the values of 4 bits in a word
-_LEAST_ROWS = 5  # of rounded inputs: fewer take as long or longer, most so if weights are in the processor's cache
+# Fewer rows of rounded inputs take as long or longer, by the inputs that share a scale. The key 0 is for all of them.
+_LEAST_ROWS = {0: 5, 64: 7, 32: 7, 16: 12}
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _Own = list[dict[str, ir.Value]]  # the arguments of each block
 
@@ -56,7 +57,7 @@ def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
         return True
     # Values of 4 bits are unpacked, which does not pay for rows of 16 bytes.
     fits = form.rounded >= (32 if form.kind == "uint4" else 16) and (form.is_group or groups == 1)
-    return fits and rows >= _LEAST_ROWS and has_tiles()
+    return fits and rows >= _LEAST_ROWS[form.rounded if form.is_group else 0] and has_tiles()
 
 
 def matrix_tile(form: PackedForm, rows: int) -> tuple[int, int]:

@@ -35,6 +35,7 @@ _WORD, _HALF = ir.IntType(32), ir.IntType(16)
 _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
 ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
+_AHEAD = 8192  # bytes of weights by which a single tile of rows asks for them early
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
 _PACKED_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
@@ -108,13 +109,10 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a tile computes at once. rows: possible numbers of rows. ahead: the bytes of each block by which a single
-    tile of rows asks for weights early.
-    """
+    """What a tile computes at once. rows: possible numbers of rows."""
 
     blocks: int
     rows: range
-    ahead: int
 
 
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
@@ -321,7 +319,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
     block = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = code.smaller(block, INT(shape.ahead))
+    near = code.smaller(block, INT(_AHEAD // shape.blocks))
     next_block = code.at(own["values"], code.select(is_one, near, code.mul(block, INT(shape.blocks))), BYTE)
     tiles = {rows: _Tile(code.module, form, rows, shape.blocks).write() for rows in shape.rows}
 
@@ -411,23 +409,18 @@ def tile_shapes(form: PackedForm) -> list[TileShape]:
     hold all rows.
 
     Several blocks give few rows enough sums for a processor to add to some while others are not ready. Of the shapes
-    and distances that were tried, these were the fastest.
+    that were tried, these were the fastest.
     """
-    is_float32, few, some = form.kind == "float32", range(1, 3), range(1, 7)
+    few, some = range(1, 3), range(1, 7)
     if "avx512f" in cpu_features():
         if form.rounded:  # weights that are unpacked need registers as well
-            return [TileShape(4, few, 256), TileShape(2, range(1, 5), 4096), TileShape(1, range(1, 10), 4096)]
-        return [
-            TileShape(8, few, 128 if is_float32 else 256),
-            TileShape(4, some, 384 if is_float32 else 512),
-            TileShape(2, range(10, 13), 2048 if is_float32 else 4096),
-            TileShape(3, range(1, 10), 256 if is_float32 else 1024),
-        ]
-    one, last = TileShape(4, range(1, 2), 256), TileShape(1, some, 1024 if is_float32 else 2048)
+            return [TileShape(4, few), TileShape(2, some), TileShape(1, range(1, 10))]
+        return [TileShape(8, few), TileShape(4, some), TileShape(2, range(10, 13)), TileShape(3, range(1, 10))]
+    one, last = TileShape(4, range(1, 2)), TileShape(1, some)
     if form.rounded:
-        return [one, TileShape(2, few, 512), last]
-    three = [TileShape(2, range(3, 4), 1024)] if is_float32 else []  # others need registers to be unpacked
-    return [one, TileShape(3, few, 256), *three, last]
+        return [one, TileShape(2, few), last]
+    three = [TileShape(2, range(3, 4))] if form.kind == "float32" else []  # others need registers to be unpacked
+    return [one, TileShape(3, few), *three, last]
 
 
 def tile_of(form: PackedForm, rows: int, blocks: int) -> tuple[int, int]:

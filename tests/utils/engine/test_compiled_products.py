@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
 import torch
 from emulated_tiles import use_tiles
+from llvmlite import ir
 from torch import Tensor
 
 from utils.decode.engine_forward import MAX_WIDTH
@@ -20,6 +22,7 @@ from utils.engine.machine_code import cpu_features
 from utils.engine.weight_blocks import BlockWeight, round_int4, round_int8
 
 ROWS = MAX_WIDTH
+WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 UNIT = 2.0**-24  # the largest relative error of a rounding
 
 
@@ -262,9 +265,10 @@ def test_tiles_have_the_bits_of_other_instructions(name: str, monkeypatch: pytes
         expected = CompiledKernel([weight], bias)(x)
     assert torch.equal(own(x), expected)
     use_tiles(monkeypatch, True)
+    monkeypatch.setattr(matrix_tiles, "_LEAST_ROWS", dict.fromkeys(matrix_tiles._LEAST_ROWS, 1))
     torch.set_num_threads(1)
     kernel = CompiledKernel([weight], bias)
-    assert matrix_tiles.uses_tiles(kernel.form, 5, inputs // weight.group)
+    assert matrix_tiles.uses_tiles(kernel.form, 1, inputs // weight.group)
     for rows in (1, 5, 16, 17, 37):
         assert torch.equal(kernel(x[:rows]), expected[:rows]), rows
 
@@ -281,6 +285,61 @@ def test_bfloat16_in_tiles_is_exact_but_for_rounding(monkeypatch: pytest.MonkeyP
     exact, sizes = exact_product(weight, bias, x)
     for rows in (1, 9, 16, 17, 37):
         assert bool(((kernel(x[:rows]) - exact[:rows]).abs() <= 164 * UNIT * sizes[:rows]).all()), rows
+
+
+@pytest.mark.skipif(not llvm.get_default_triple().startswith("x86_64"), reason="the instruction is one of x86")
+@pytest.mark.parametrize(("processor", "feature"), [("rocketlake", "avx512vnni"), ("alderlake", "avxvnni")])
+def test_products_of_pairs_are_added_in_one_instruction(
+    processor: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = dict.fromkeys(["avx2", "fma", feature, *(WIDE if processor == "rocketlake" else [])], True)
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: processor)
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.targets.FeatureMap(features))
+    for module in (machine_code, product_code):
+        monkeypatch.setattr(module, "cpu_features", lambda: frozenset(features))
+    machine, module = machine_code._machine.__wrapped__(), ir.Module("products")
+    product_code._add_block_function(module, product_code.PackedForm("uint4", 32, is_group=True))
+    module.triple = machine.triple
+    text = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert "vpdpwssd" in text and "vpmaddwd" not in text
+
+
+def test_few_rows_of_weights_with_scales_of_groups_are_computed_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, True)
+    for name, least in {"int8, a scale per row": 5, "4 bits as in Q4_0": 7, "6 bits as in Q6_K": 12}.items():
+        outputs, inputs = TILED[name]
+        kernel, groups = CompiledKernel([weight := FORMS[name][0](outputs, inputs)], None), inputs // weight.group
+        used = [matrix_tiles.uses_tiles(kernel.form, rows, groups) for rows in range(1, 20)]
+        assert used == [False] * (least - 1) + [True] * (20 - least), name
+
+
+def mapping(address: int) -> dict[str, str]:
+    """What the operating system says of the memory at an address, {} if it is not mapped."""
+    found = dict[str, str]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if not name.endswith(":"):
+            start, end = (int(part, 16) for part in name.split("-"))
+            is_here = start <= address < end
+        elif is_here:
+            found[name] = value
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux describes its memory so")
+def test_packed_weights_share_large_pages_and_are_given_back() -> None:
+    torch.manual_seed(12)
+    weights = [torch.randn(shape) for shape in ((30, 40), (1100, 4000), (7, 9))]
+    kernels = [CompiledKernel([weight], torch.randn(len(weight))) for weight in weights]
+    for kernel, weight in zip(kernels, weights, strict=True):
+        assert torch.equal(kernel.weight(), weight)  # whatever was written after it
+    places = [tensor.data_ptr() for kernel in kernels for tensor in kernel.tensors() if tensor.dim() == 3]
+    assert len(places) == 3 and all(place % 64 == 0 for place in places)
+    has_large_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert all(("hg" in mapping(place)["VmFlags:"].split()) == has_large_pages for place in places)
+    del kernels, kernel
+    compiled_products._LARGE_PAGES._rest = torch.empty(0, dtype=torch.uint8)
+    assert not mapping(places[1])
 
 
 @pytest.mark.parametrize("round_weight", [round_int8, lambda weight: weight])
