@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from utils.bounds import QUANTIZATIONS
 from utils.decode.engine_forward import engine_forward
+from utils.engine import compiled_products
 from utils.engine.module_swap import EngineLinear
 from utils.engine.weight_format import tensor_bytes
 from utils.pairs import pair as pairs
@@ -75,8 +77,12 @@ def test_no_other_tensors_stay_alive(wide: Path, tmp_path: Path, own_cache: Path
 
 
 @pytest.mark.parametrize("drafter", ["layers:1", pytest.param(None, marks=pytest.mark.full)])
-def test_memory_is_that_of_the_kernels_that_replaced_the_weights(wide: Path, drafter: str | None) -> None:
+def test_memory_is_that_of_the_kernels_that_replaced_the_weights(
+    wide: Path, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The figures are those of the living tensors, before and after the engine packs them, and back."""
+    alone = SimpleNamespace(empty=lambda shape, dtype: torch.empty(shape, dtype=dtype))  # each with its own memory
+    monkeypatch.setattr(compiled_products, "_LARGE_PAGES", alone)
     load(wide, drafter).engine.use("invariant", 1)  # from now on libraries hold what they never release
     before = storages()
     pair = load(wide, drafter, engine_weights="int8")
