@@ -34,11 +34,10 @@ _ROWS, _LINE = 16, 64  # of a tile, and the bytes of a row
 _PARTS = 3  # values in bfloat16 that are a float32
 _BLOCKS, _ROUNDED_BLOCKS = 4, 2  # that are computed together
 _SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then those of weights
-_BATCH = 2  # steps whose sums are read together, because tiles that were just stored are read slowly
 _AHEAD = 1024  # bytes of a block by which weights are asked for early
 _UNPACKED = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of the values of 4 bits in a word
 # Fewer rows of rounded inputs take as long or longer, by the inputs that share a scale. The key 0 is for all of them.
-_LEAST_ROWS = {0: 5, 64: 7, 32: 7, 16: 12}
+_LEAST_ROWS = {0: 5, 64: 6, 32: 6, 16: 9}
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _Own = list[dict[str, ir.Value]]  # the arguments of each block
 
@@ -82,8 +81,8 @@ class _Product:
         self._count = code.smaller(code.sub(given["blocks"], self._first), given["span"])
         self._width = form.rounded or _LINE  # bytes of a row of inputs
         self._steps = code.udiv(given["length"], INT(form.rounded or STEP))
-        self._totals, self._unpacked = self._tiles(self._at_once), self._tiles(_BATCH * self._at_once)
-        self._results, self._factors = (self._tiles(2 * _BATCH * self._at_once) for _ in range(2))
+        self._is_packed = form.kind == "uint4"
+        self._totals, self._unpacked, self._results = (self._tiles(count * self._at_once) for count in (1, 1, 2))
 
     def _tiles(self, count: int) -> ir.Value:
         """Memory of the function for so many tiles."""
@@ -175,77 +174,84 @@ class _Product:
             code.tile("tilestored64", BYTE(_SUMS + block), self._line(self._totals, block, INT(0)), INT(_LINE))
 
     def _add_rounded(self, own: _Own, tile: ir.Value, rows: ir.Value) -> None:
-        """Add all steps to the totals, each of inputs with one scale."""
-        code, whole = self._code, self._code.and_(self._steps, INT(-_BATCH))
+        """Add all steps to the totals, each of inputs with one scale.
+
+        The sums of a step are read after those of the next one have been started, because a product of tiles and tiles
+        that were just stored take long to arrive.
+        """
+        code, last = self._code, self._code.sub(self._steps, INT(1))
 
         def clear(row: ir.Value) -> None:
             for block in range(len(own)):
                 code.store(ZERO, self._line(self._totals, block, row), align=_LINE)
 
+        def start(step: ir.Value) -> None:
+            self._multiply(own, tile, step)
+            self._unpack(own, code.smaller(code.add(step, INT(1)), last))
+
+        def add(index: ir.Value) -> None:
+            start(code.add(index, INT(1)))
+            self._add_step(own, tile, rows, index)
+            self._store_sums()
+
         code.for_each(rows, clear)
-        code.for_each(whole, lambda step: self._add_batch(own, tile, rows, step, count=_BATCH), step=_BATCH)
-        rest = code.sub(self._steps, whole)
-        code.for_each(rest, lambda step: self._add_batch(own, tile, rows, code.add(whole, step), count=1))
+        self._unpack(own, INT(0))
+        start(INT(0))
+        self._store_sums()
+        code.for_each(last, add)
+        self._add_step(own, tile, rows, last)
 
-    def _add_batch(self, own: _Own, tile: ir.Value, rows: ir.Value, first: ir.Value, *, count: int) -> None:
-        """Add so many steps to the totals of all rows of a tile."""
-        code, is_packed = self._code, self._form.kind == "uint4"
-        steps = [code.add(first, INT(place)) for place in range(count)]
-        for place, step in enumerate(steps if is_packed else ()):
-            for block, each in enumerate(own):
-                self._unpack(self._values(each, step), self._at_once * place + block)
-        for place, step in enumerate(steps):
-            self._load_inputs(tile, step, 2)
-            for block, each in enumerate(own):
-                at = self._at_once * place + block
-                values = self._line(self._unpacked, at, INT(0)) if is_packed else self._values(each, step)
-                self._multiply(values, block, 2 * at)
-                if self._form.is_group:
-                    factors = group_factors(code, self._form, each, code.mul(step, INT(LANES)))
-                    for kind, factor in enumerate(factors):
-                        code.store(factor, self._line(self._factors, 2 * at + kind, INT(0)), align=_LINE)
-        code.for_each(rows, lambda row: self._add_row(tile, row, steps))
+    def _multiply(self, own: _Own, tile: ir.Value, step: ir.Value) -> None:
+        """Compute the sums of a step, those of high and of low bytes of inputs."""
+        code = self._code
+        self._load_inputs(tile, step, 2)
+        for block, each in enumerate(own):
+            weights = BYTE(2 + block)
+            values = self._line(self._unpacked, block, INT(0)) if self._is_packed else self._values(each, step)
+            code.tile("tileloadd64", weights, values, INT(_LINE))
+            for part, sign in enumerate("su"):
+                sums = BYTE(_SUMS + 2 * block + part)
+                code.tile("tilezero", sums)
+                code.tile(f"tdpb{sign}{'s' if self._form.kind == 'int8' else 'u'}d", sums, BYTE(part), weights)
 
-    def _multiply(self, values: ir.Value, block: int, result: int) -> None:
-        """Write the sums of a step, those of high and of low bytes of inputs."""
-        code, weights = self._code, BYTE(2 + block)
-        code.tile("tileloadd64", weights, values, INT(_LINE))
-        for part, sign in enumerate("su"):
-            sums = BYTE(_SUMS + 2 * block + part)
-            code.tile("tilezero", sums)
-            code.tile(f"tdpb{sign}{'s' if self._form.kind == 'int8' else 'u'}d", sums, BYTE(part), weights)
-            code.tile("tilestored64", sums, self._line(self._results, result + part, INT(0)), INT(_LINE))
+    def _store_sums(self) -> None:
+        for place in range(2 * self._at_once):
+            self._code.tile("tilestored64", BYTE(_SUMS + place), self._line(self._results, place, INT(0)), INT(_LINE))
 
-    def _add_row(self, tile: ir.Value, row: ir.Value, steps: list[ir.Value]) -> None:
-        """Add what `_multiply` has written for a row."""
+    def _add_step(self, own: _Own, tile: ir.Value, rows: ir.Value, step: ir.Value) -> None:
+        """Add the sums that were stored to the totals of all rows of a tile."""
         code, form, size = self._code, self._form, self._size
-        place = code.add(code.mul(tile, size), row)
-        line = code.add(code.mul(code.add(code.mul(tile, self._steps), steps[0]), size), row)
-        totals = [self._load(self._totals, block, row) for block in range(self._at_once)]
-        for index, step in enumerate(steps):
-            own = code.at(self._given["steps"], code.mul(code.add(line, code.mul(size, INT(index))), INT(2)))
-            scale = code.splat(code.load(own, typ=FLOAT, align=4), LANES)
-            start = code.splat(code.load(code.at(own, INT(1)), typ=WORDS.element, align=4), LANES)
-            for block, total in enumerate(totals):
-                at = 2 * (self._at_once * index + block)
-                high, low = (self._load(self._results, at + part, row, WORDS) for part in range(2))
+        factors = [group_factors(code, form, each, code.mul(step, INT(LANES))) for each in own] if form.is_group else []
+        line = code.mul(code.add(code.mul(tile, self._steps), step), size)
+
+        def add(row: ir.Value) -> None:
+            place = code.at(self._given["steps"], code.mul(code.add(line, row), INT(2)))
+            scale = code.splat(code.load(place, typ=FLOAT, align=4), LANES)
+            start = code.splat(code.load(code.at(place, INT(1)), typ=WORDS.element, align=4), LANES)
+            for block in range(len(own)):
+                high, low = (self._load(self._results, 2 * block + part, row, WORDS) for part in range(2))
                 found = code.sitofp(code.add(code.add(code.shl(high, code.like(high, 8)), low), start), ZERO.type)
+                total = self._load(self._totals, block, row)
                 if form.is_group:
                     part = code.multiply_add(found, scale, ZERO)
-                    factors = self._load(self._factors, at, INT(0)), self._load(self._factors, at + 1, INT(0))
-                    totals[block] = self._with_group(part, factors, total, group=step, row=place)
+                    own_row = code.add(code.mul(tile, size), row)
+                    total = self._with_group(part, factors[block], total, group=step, row=own_row)
                 else:
-                    totals[block] = code.multiply_add(found, scale, total)
-        for block, total in enumerate(totals):
-            code.store(total, self._line(self._totals, block, row), align=_LINE)
+                    total = code.multiply_add(found, scale, total)
+                code.store(total, self._line(self._totals, block, row), align=_LINE)
 
-    def _unpack(self, values: ir.Value, tile: int) -> None:
+        code.for_each(rows, add)
+
+    def _unpack(self, own: _Own, step: ir.Value) -> None:
         """Write values of 4 bits as bytes: of each word two rows, in the order of _UNPACKED."""
         code, mask = self._code, ir.Constant(WORDS, [0x0F0F0F0F] * LANES)
-        for word in range(self._form.rounded // self._form.in_word):
-            packed = code.load(code.at(values, INT(word * _LINE), BYTE), typ=WORDS, align=1)
-            for half, part in enumerate((packed, code.lshr(packed, ir.Constant(WORDS, [4] * LANES)))):
-                code.store(code.and_(part, mask), self._line(self._unpacked, tile, INT(2 * word + half)), align=_LINE)
+        for block, each in enumerate(own if self._is_packed else ()):
+            values = self._values(each, step)
+            for word in range(self._form.rounded // self._form.in_word):
+                packed = code.load(code.at(values, INT(word * _LINE), BYTE), typ=WORDS, align=1)
+                for half, part in enumerate((packed, code.lshr(packed, ir.Constant(WORDS, [4] * LANES)))):
+                    line = self._line(self._unpacked, block, INT(2 * word + half))
+                    code.store(code.and_(part, mask), line, align=_LINE)
 
 
 def _shapes(module: ir.Module, form: PackedForm) -> ir.Value:
