@@ -19,6 +19,7 @@ from llvmlite import ir
 
 from utils.engine.machine_code import BYTE, FLOAT, INT, POINTER, Code, compiled, cpu_features, item_function
 from utils.engine.product_code import (
+    AHEAD,
     ARGUMENTS,
     LANES,
     WORDS,
@@ -34,10 +35,8 @@ _ROWS, _LINE = 16, 64  # of a tile, and the bytes of a row
 _PARTS = 3  # values in bfloat16 that are a float32
 _BLOCKS, _ROUNDED_BLOCKS = 4, 2  # that are computed together
 _SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then those of weights
-_AHEAD = 1024  # bytes of a block by which weights are asked for early
 _UNPACKED = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of the values of 4 bits in a word
-# Fewer rows of rounded inputs take as long or longer, by the inputs that share a scale. The key 0 is for all of them.
-_LEAST_ROWS = {0: 5, 64: 6, 32: 6, 16: 9}
+_LEAST_ROWS = {64: 6, 32: 6, 16: 9}  # by the inputs that are rounded with one scale: fewer rows take as long or longer
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _Own = list[dict[str, ir.Value]]  # the arguments of each block
 
@@ -56,7 +55,7 @@ def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
         return True
     # Values of 4 bits are unpacked, which does not pay for rows of 16 bytes.
     fits = form.rounded >= (32 if form.kind == "uint4" else 16) and (form.is_group or groups == 1)
-    return fits and rows >= _LEAST_ROWS[form.rounded if form.is_group else 0] and has_tiles()
+    return fits and rows >= _LEAST_ROWS[form.rounded] and has_tiles()
 
 
 def matrix_tile(form: PackedForm, rows: int) -> tuple[int, int]:
@@ -154,7 +153,7 @@ class _Product:
         code, size = self._code, (self._form.rounded or STEP) * self._form.block_bytes
         values = code.at(own["values"], code.mul(step, INT(size)), BYTE)
         for line in range(0, size, _LINE):
-            code.prefetch(code.at(values, INT(line + _AHEAD), BYTE))
+            code.prefetch(code.at(values, INT(line + AHEAD // (2 * self._at_once)), BYTE))
         return values
 
     def _add_floats(self, own: _Own, tile: ir.Value) -> None:

@@ -35,7 +35,7 @@ _WORD, _HALF = ir.IntType(32), ir.IntType(16)
 _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
 ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
-_AHEAD = 8192  # bytes of weights by which a single tile of rows asks for them early
+AHEAD = 8192  # bytes of weights by which a single tile of rows asks for them early
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
 _PACKED_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
@@ -319,7 +319,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
     block = _block_bytes(code, form, own)
     is_one, are_two = (code.icmp_unsigned("<=", count_of_tiles, INT(count)) for count in (1, 2))
     share = code.select(is_one, INT(0), code.select(are_two, INT(1), INT(2)))
-    near = code.smaller(block, INT(_AHEAD // shape.blocks))
+    near = code.smaller(block, INT(AHEAD // shape.blocks))
     next_block = code.at(own["values"], code.select(is_one, near, code.mul(block, INT(shape.blocks))), BYTE)
     tiles = {rows: _Tile(code.module, form, rows, shape.blocks).write() for rows in shape.rows}
 
