@@ -80,9 +80,8 @@ def _packing_function(bits: int, *, as_words: bool) -> int:
 class _LargePages:
     """Memory for packed weights, in pages of 2 MB where the system allows them on request.
 
-    A processor finds the place of few pages of 4 kB without looking it up in memory, so a pass over all weights waits
-    for many of them. Tensors share chunks, because most weights of small models are smaller than a page. A chunk is
-    given back when its last tensor is.
+    A processor knows the places of few pages and looks up others in memory, so a pass over all weights would wait for
+    many pages of 4 kB. Small tensors share chunks. A chunk is given back when its last tensor is.
     """
 
     def __init__(self) -> None:
@@ -91,10 +90,12 @@ class _LargePages:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor with any values, aligned to _ALIGNMENT bytes. Raises MemoryError."""
         size = prod(shape) * dtype.itemsize
+        if size > _CHUNK // 4:
+            return self._chunk(size).view(dtype).view(*shape)
         whole = -(-size // _ALIGNMENT) * _ALIGNMENT
         with WORKERS.lock:
             if whole > len(self._rest):
-                self._rest = self._chunk(max(_CHUNK, -(-whole // _PAGE) * _PAGE))
+                self._rest = self._chunk(_CHUNK)
             own, self._rest = self._rest[:size], self._rest[whole:]
         return own.view(dtype).view(*shape)
 
@@ -104,11 +105,11 @@ class _LargePages:
             memory = mmap.mmap(-1, size + _PAGE, access=mmap.ACCESS_COPY)  # private to this process
         except OSError as error:
             raise MemoryError(str(error)) from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # not every kernel has them
-                memory.madvise(mmap.MADV_HUGEPAGE)
         chunk = torch.frombuffer(memory, dtype=torch.uint8)
         start = -chunk.data_ptr() % _PAGE
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # not every kernel has them
+                memory.madvise(mmap.MADV_HUGEPAGE, start, size // _PAGE * _PAGE)
         return chunk[start : start + size]
 
 
