@@ -56,6 +56,7 @@ _TILE_ARGUMENTS = {
     "last": INT,  # the last block that there is. A tile with more blocks computes it several times
     "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
     "share": INT,  # how many: one of 2^share parts of each block
+    "turn": INT,  # the bytes of each block after which these are weights of the next tile
 }
 ARGUMENTS = _TILE_ARGUMENTS | {
     "inputs": POINTER,
@@ -126,10 +127,8 @@ def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place:
     for index, name in enumerate(("scales", "shifts")[: 1 + form.has_shifts]):
         values = code.floats(code.at(own[name], place, STORED[form.scales]), form.scales, LANES)
         if form.in_super:
-            first = code.add(
-                code.mul(code.udiv(place, INT(LANES * form.in_super)), INT(1 + form.has_shifts)), INT(index)
-            )
-            factors = code.at(own["factors"], code.mul(first, INT(LANES)))
+            super_group = code.mul(code.udiv(place, INT(LANES * form.in_super)), INT(1 + form.has_shifts))
+            factors = code.at(own["factors"], code.mul(code.add(super_group, INT(index)), INT(LANES)))
             values = code.fmul(values, code.floats(factors, "float32", LANES))
         found.append(values)
     return found[0], found[1] if form.has_shifts else ZERO
@@ -255,6 +254,9 @@ class _Tile:
         code = self._code
         place = code.mul(index, INT(self._form.block_bytes))
         ahead = code.at(self._given["ahead"], code.lshr(place, self._given["share"]), BYTE)
+        others = code.mul(self._block_bytes, INT(len(self._blocks) - 1))
+        is_next = code.icmp_unsigned(">=", place, self._given["turn"])
+        ahead = code.at(ahead, code.select(is_next, others, INT(0)), BYTE)
         for block in range(len(self._blocks)):
             code.prefetch(code.at(ahead, code.mul(self._block_bytes, INT(block)), BYTE))
         return [_packed(code, self._form, code.at(own["values"], place, BYTE)) for own in self._blocks]
@@ -329,6 +331,7 @@ def _compute_tiles(code: Code, form: PackedForm, shape: TileShape, own: dict[str
         part = own | {
             "ahead": code.at(next_block, code.mul(index, code.lshr(block, share)), BYTE),
             "share": share,
+            "turn": code.select(is_one, code.sub(block, near), block),
             "x": code.at(own["x"], _x_bytes(code, form, before), BYTE),
             "steps": code.at(own["steps"], _step_bytes(code, form, before), BYTE),
             "sums": code.at(own["sums"], code.mul(first, own["groups"])),
