@@ -80,8 +80,8 @@ def _packing_function(bits: int, *, as_words: bool) -> int:
 class _LargePages:
     """Memory for packed weights, in pages of 2 MB where the system allows them on request.
 
-    A processor knows the places of few pages and looks up others in memory, so a pass over all weights would wait for
-    many pages of 4 kB. Small tensors share chunks. A chunk is given back when its last tensor is.
+    A processor keeps the addresses of some thousand pages and looks up others in memory. A pass over all weights needs
+    many more pages of 4 kB. Small tensors share chunks. A chunk is given back when its last tensor is.
     """
 
     def __init__(self) -> None:

@@ -239,7 +239,7 @@ def test_every_instruction_that_multiplies_pairs_gives_the_same_bits(
     assert torch.equal(found, expected) and bool(((found - exact).abs() <= (inputs + 4) * UNIT * sizes).all())
 
 
-TILED = {  # form: N and K, with and without steps that are left after the batches
+TILED = {  # form: N and K
     "int8, a scale per row": (50, 128),
     "int8 in groups of 32": (40, 160),
     "uint8 in groups of 32": (17, 96),
@@ -304,7 +304,7 @@ def test_products_of_pairs_are_added_in_one_instruction(
     assert "vpdpwssd" in text and "vpmaddwd" not in text
 
 
-def test_few_rows_of_weights_with_scales_of_groups_are_computed_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_computed_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, True)
     for name, least in {"int8, a scale per row": 6, "4 bits as in Q4_0": 6, "6 bits as in Q6_K": 9}.items():
         outputs, inputs = TILED[name]
