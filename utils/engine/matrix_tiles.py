@@ -175,8 +175,8 @@ class _Product:
     def _add_rounded(self, own: _Own, tile: ir.Value, rows: ir.Value) -> None:
         """Add all steps to the totals, each of inputs with one scale.
 
-        The sums of a step are read after those of the next one have been started, because a product of tiles and tiles
-        that were just stored take long to arrive.
+        The sums of a step are read after those of the next one have been started, because products of tiles complete
+        late, and tiles that were just stored are read slowly.
         """
         code, last = self._code, self._code.sub(self._steps, INT(1))
 

@@ -35,7 +35,7 @@ _WORD, _HALF = ir.IntType(32), ir.IntType(16)
 _FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
 ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
-AHEAD = 8192  # bytes of weights by which a single tile of rows asks for them early
+AHEAD = 8192  # bytes of weights, of all blocks together, by which a single tile of rows prefetches
 _LEAST = 1e-30  # if no input of a group is larger, they become zero
 _PACKED_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint8": 8, "uint4": 4}  # of a value
 _ROUNDED_AT_ONCE = (64, 32, 16, 8, 4)  # inputs with one scale, of which a group must have a multiple
@@ -56,7 +56,7 @@ _TILE_ARGUMENTS = {
     "last": INT,  # the last block that there is. A tile with more blocks computes it several times
     "ahead": POINTER,  # weights that are prefetched meanwhile, those of the first block
     "share": INT,  # how many: one of 2^share parts of each block
-    "turn": INT,  # the bytes of each block after which these are weights of the next tile
+    "turn": INT,  # from how many bytes of a block on the prefetched weights are those of the next tile
 }
 ARGUMENTS = _TILE_ARGUMENTS | {
     "inputs": POINTER,
