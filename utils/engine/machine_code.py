@@ -155,6 +155,11 @@ class Code(ir.IRBuilder):
         """An instruction with tiles, which are named by constants of 8 bits."""
         self._intrinsic(f"x86.{name}", ir.VoidType(), values)
 
+    def entries(self, table: Sequence[int], places: ir.Value) -> ir.Value:
+        """Of 32 integers of 16 bits, those that the last five bits of 32 others number."""
+        values = ir.Constant(places.type, [*table])
+        return self._intrinsic("x86.avx512.permvar.hi.512", places.type, [values, places])
+
     def absolute(self, x: ir.Value) -> ir.Value:
         return self._float_call("fabs", x)
 

@@ -32,7 +32,7 @@ from utils.engine.machine_code import (
 
 LANES = 16  # outputs of a block
 _WORD, _HALF = ir.IntType(32), ir.IntType(16)
-_FLOATS, WORDS, _PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
+_FLOATS, WORDS, PAIRS = (ir.VectorType(*kind) for kind in ((FLOAT, LANES), (_WORD, LANES), (_HALF, 2 * LANES)))
 ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _LARGEST = 32767.0  # of rounded inputs
 AHEAD = 8192  # bytes of weights, of all blocks together, by which a single tile of rows prefetches
@@ -118,7 +118,7 @@ class TileShape:
 
 def _packed(code: Code, form: PackedForm, pointer: ir.Value) -> ir.Value:
     """The values of one input, or those of a word of inputs as pairs of 16 bits."""
-    return code.load(pointer, typ=_PAIRS, align=1) if form.rounded else code.floats(pointer, form.kind, LANES)
+    return code.load(pointer, typ=PAIRS, align=1) if form.rounded else code.floats(pointer, form.kind, LANES)
 
 
 def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -135,7 +135,7 @@ def group_factors(code: Code, form: PackedForm, own: dict[str, ir.Value], place:
 
 
 def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
-    """The values of a word of inputs, those of two inputs in each vector, in the order of `_order`."""
+    """The values of a word of inputs, those of two inputs in each vector, in the order of `order`."""
     if form.kind == "uint4":
         shifted = [packed, *(code.lshr(packed, code.like(packed, bits)) for bits in (4, 8, 12))]
         return [*(code.and_(values, code.like(packed, 15)) for values in shifted[:-1]), shifted[-1]]
@@ -143,7 +143,7 @@ def _pairs(code: Code, form: PackedForm, packed: ir.Value) -> list[ir.Value]:
     return [code.and_(packed, code.like(packed, 0xFF)), code.lshr(packed, code.like(packed, 8))]
 
 
-def _order(form: PackedForm) -> list[int]:
+def order(form: PackedForm) -> list[int]:
     """Which inputs of a word are pairs."""
     return [0, 4, 1, 5, 2, 6, 3, 7] if form.kind == "uint4" else [0, 2, 1, 3]
 
@@ -237,7 +237,7 @@ class _Tile:
             for pair in range(self._at_once // 2):
                 for row, pointer in enumerate(inputs):
                     place = code.at(pointer, code.add(index, INT(2 * pair)), _HALF)
-                    x = code.bitcast(code.splat(code.load(place, typ=_WORD, align=4), LANES), _PAIRS)
+                    x = code.bitcast(code.splat(code.load(place, typ=_WORD, align=4), LANES), PAIRS)
                     for total in range(row, len(sums), self._rows):
                         integers[total] = code.dot(integers[total], packed[total // self._rows][pair], x)
             return integers
@@ -358,7 +358,7 @@ def rounded_at_once(group: int) -> int:
 
 def _store_pairs(code: Code, form: PackedForm, own: dict[str, ir.Value], rounded: ir.Value) -> ir.Value:
     """Store the rounded inputs of a row from a start on. Returns where their scale and start belong."""
-    places = [first + each for first in range(0, form.rounded, form.in_word) for each in _order(form)]
+    places = [first + each for first in range(0, form.rounded, form.in_word) for each in order(form)]
     rounded = code.chosen(rounded, rounded, places)
     first = code.mul(own["row"], own["length"])
     halves = code.trunc(rounded, ir.VectorType(_HALF, form.rounded))

@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from llvmlite import ir
 
 from utils.engine import compiled_products, matrix_tiles
-from utils.engine.machine_code import INT, Code
+from utils.engine.machine_code import INT, Code, cpu_features
 
 NAMES = ["ldtilecfg", "tilerelease", "tilezero", "tileloadd64", "tilestored64", "tdpbf16ps"]
 NAMES += [f"tdpb{signs}d" for signs in ("ss", "su", "us", "uu")]
@@ -79,11 +79,21 @@ def _tile(code: Code, name: str, *values: ir.Value) -> None:
     code.call(code.inttoptr(INT(address), kind), [INT(NAMES.index(name)), *operands])
 
 
+def _entries(code: Code, table: Sequence[int], places: ir.Value) -> ir.Value:
+    """In place of `Code.entries`."""
+    places, found = code.and_(places, code.like(places, len(table) - 1)), code.like(places, 0)
+    for place, value in enumerate(table):
+        found = code.select(code.icmp_unsigned("==", places, code.like(places, place)), code.like(places, value), found)
+    return found
+
+
 def use_tiles(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     """Let kernels that are built from now on use tiles, emulated ones, or none."""
     for module in (compiled_products, matrix_tiles):
         monkeypatch.setattr(module, "has_tiles", lambda: used)
     if used:
         monkeypatch.setattr(Code, "tile", _tile)
+        if "avx512bw" not in cpu_features():
+            monkeypatch.setattr(Code, "entries", _entries)
         fresh: Callable[..., Any] = matrix_tiles.tile_functions.__wrapped__
         monkeypatch.setattr(compiled_products, "tile_functions", fresh)

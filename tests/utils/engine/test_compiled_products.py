@@ -247,6 +247,7 @@ TILED = {  # form: N and K
     "4 bits, shifts": (100, 320),
     "4 bits as in Q4_0": (48, 96),
     "4 bits as in Q4_K": (40, 512),
+    "4 bits as int4 rounds": (50, 32),
     "5 bits as in Q5_1": (33, 256),
     "6 bits as in Q6_K": (20, 768),
 }
@@ -259,6 +260,8 @@ def test_tiles_have_the_bits_of_other_instructions(name: str, monkeypatch: pytes
     outputs, inputs = TILED[name]
     weight, bias, x = FORMS[name][0](outputs, inputs), torch.randn(outputs), 5 * torch.randn(37, inputs)
     x[2] *= 1e-3
+    x[3:5], weight.values[:2] = 1.0, torch.tensor([[0], [2**weight.bits - 1]])  # the largest sums
+    x[4, ::2] = -1.0
     own = CompiledKernel([weight], bias)
     with monkeypatch.context() as patch:
         use_tiles(patch, False)
