@@ -133,7 +133,8 @@ def round_int4(weight: Tensor) -> BlockWeight:
     are values of bfloat16.
     """
     groups = _readable(weight).unflatten(1, (-1, INT4_GROUP)).flatten(0, 1)
-    count, groups = len(groups), pad(groups, (0, 0, 0, max(0, _LANES - len(groups))))
+    count = len(groups)
+    groups = pad(groups, (0, 0, 0, _LANES - count)) if count < _LANES else groups  # padding by nothing would copy
     values = torch.empty(groups.shape, dtype=torch.uint8)
     scales, middles = torch.empty(2, len(groups), dtype=torch.bfloat16)
     arguments = words(_ROUND_GROUPS, rows=groups, values=values, scales=scales, middles=middles, groups=len(groups))
