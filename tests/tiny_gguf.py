@@ -1,4 +1,4 @@
-"""A tiny Llama as a GGUF file, written with the `gguf` package: what it takes to test `--target FILE.gguf` without a
+"""A tiny model as a GGUF file, written with the `gguf` package: what it takes to test `--target FILE.gguf` without a
 download.
 """
 
@@ -10,31 +10,34 @@ from typing import Any
 
 import gguf
 import numpy as np
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def write_gguf(
-    path: Path, model: LlamaForCausalLM, tokenizer: Any, *, kind: str = "Q8_0", parts: tuple[str, ...] = (".mlp.",)
+    path: Path, model: PreTrainedModel, tokenizer: Any, *, kind: str = "Q8_0", parts: tuple[str, ...] = (".mlp.",)
 ) -> Path:
-    """Write model and tokenizer.
+    """Write a model of a type that has the same name in GGUF files, and a tokenizer.
 
-    Weights with one of `parts` in their names are quantized to `kind`.
+    Matrices with one of `parts` in their names are quantized to `kind`.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = model.config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
     add_sizes(writer, model.config)
     add_rotary(writer, model.config)
     add_tokens(writer, tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    [kind_of_model] = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind_of_model, model.config.num_hidden_layers)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    heads = heads if architecture == "llama" else {}
     for name, tensor in model.named_parameters():  # a tied output head is the embedding
         tensor = tensor.detach()
         count = next((heads[kind] for kind in heads if kind in name), None)
         weight, stored = _interleaved(tensor.numpy(), count), gguf.GGMLQuantizationType.F32
-        if any(part in name for part in parts):
+        if tensor.dim() == 2 and any(part in name for part in parts):
             stored = gguf.GGMLQuantizationType[kind]
             weight = gguf.quants.quantize(weight, stored)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight, raw_dtype=stored)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -43,14 +46,17 @@ def write_gguf(
 
 
 def add_sizes(writer: Any, config: Any) -> None:
-    """Write the sizes of a Llama."""
+    """Write the sizes of a decoder."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
 

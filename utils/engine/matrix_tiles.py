@@ -202,7 +202,7 @@ class _Product:
                     self._multiply(each, block, step)
                     self._unpack(each, block, following)
                 with code.if_then(is_third):
-                    self._add_step(each, block, tile, rows, code.sub(step, INT(2)))
+                    self._add_step(each, block, tile, rows=rows, step=code.sub(step, INT(2)))
 
         code.for_each(rows, clear)
         for block, each in enumerate(own):
@@ -231,7 +231,9 @@ class _Product:
             line = self._line(self._results_of(step), place, INT(0))
             self._code.tile("tilestored64", BYTE(_SUMS + place), line, INT(_LINE))
 
-    def _add_step(self, own: dict[str, ir.Value], block: int, tile: ir.Value, rows: ir.Value, step: ir.Value) -> None:
+    def _add_step(
+        self, own: dict[str, ir.Value], block: int, tile: ir.Value, *, rows: ir.Value, step: ir.Value
+    ) -> None:
         """Add the sums that were stored to the totals of all rows of a tile."""
         code, form, size = self._code, self._form, self._size
         factors = group_factors(code, form, own, code.mul(step, INT(LANES))) if form.is_group else None

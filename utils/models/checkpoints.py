@@ -133,24 +133,34 @@ def _left_in_files(
 ) -> tuple[PreTrainedModel, list[str]] | None:
     """Like `load_from_files`, but None unless transformers' loader is known to load the same weights."""
     stored = load_from_files(source, config, where)
-    if stored is None or not isinstance(read_decoder(stored[0]), str) or _loads_alike(stored[0], source):
+    if stored is None or not isinstance(read_decoder(stored[0]), str) or loads_alike(stored[0], source):
         return stored
     return None
 
 
+def compared_layers(model: PreTrainedModel) -> int:
+    """The number of first layers that hold one of each kind."""
+    kinds = layer_kinds(model)
+    return 1 + max(map(kinds.index, kinds))
+
+
 @torch.no_grad()
-def _loads_alike(model: PreTrainedModel, source: Source) -> bool:
+def loads_alike(model: PreTrainedModel, source: Source) -> bool:
     """Whether the first layers of a model whose weights are in files, with one of each kind, have the logits of those
     that transformers loads, which may convert weights. They must pass the checks of a model that is loaded whole.
     """
     try:
-        kinds = layer_kinds(model)
-        part = first_layers(model, 1 + max(map(kinds.index, kinds)))
+        part = first_layers(model, compared_layers(model))
         size = sum(weight.nbytes for weight in part.parameters())
         if free_bytes("cpu") < size:
             return False
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.location, config=part.config, dtype=model.dtype, use_safetensors=True, **source.arguments
+            source.location,
+            config=part.config,
+            dtype=model.dtype,
+            use_safetensors=True,
+            **source.arguments,
+            **({"quantization_config": GgufConfig(dequantize=True)} if source.gguf else {}),
         )
         expected = first_logits(loaded)
         check_runs(loaded, source.name, "none")

@@ -2,8 +2,9 @@
 blocks. The `dense` of these has the bits that transformers loads.
 
 The blocks of embedding and output head are in memory, and their rows are unpacked when they are read. Norms and biases
-are unpacked once, into a cache folder with the tokenizer, the config and an index of the matrices. Models that no
-engine has a forward pass of its own for are left to transformers' loader, which unpacks the whole file at every start.
+are unpacked once, into a cache folder with the tokenizer, the config and an index of the matrices. Models of which
+other weights are matrices as well, such as those of experts, are left to transformers' loader, which unpacks the whole
+file at every start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +42,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from utils.artifact_cache import build_folder, is_intact, remove_stale
+from utils.engine.invariant import packing_problem
 from utils.engine.read_decoder import read_decoder
 from utils.engine.stored_weights import RowTable, TableRows, placeholder, with_placeholder
 from utils.engine.weight_blocks import BlockWeight
@@ -47,7 +50,7 @@ from utils.errors import UserError
 from utils.files import file_state, has_changed, user_folder
 from utils.freed_memory import release_memory
 from utils.models import counted_seconds
-from utils.models.checkpoints import load_tokenizer
+from utils.models.checkpoints import compared_layers, load_tokenizer, loads_alike
 from utils.models.file_model import CHANGED, FORMATS, check_tensor, empty_model, finish, layer_linears
 from utils.models.gguf_header import read_config
 from utils.models.load_errors import explained_errors, quiet
@@ -371,9 +374,9 @@ UNPACKERS = {
 }
 
 
-INDEX, DENSE = "blocks.json", "model.safetensors"
+INDEX, DENSE, UNLIKE = "blocks.json", "model.safetensors", "unlike"
 HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
-RECIPE = 5  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
+RECIPE = 6  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class FileMatrix(NamedTuple):
@@ -431,8 +434,8 @@ InBlocks = tuple[PreTrainedModel, PreTrainedTokenizerBase, GgufBlocks]
 def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
     """Load a GGUF file on the CPU, in float32.
 
-    If no engine has a forward pass of its own for the model, returns a clause that says why it must be unpacked. Raises
-    UserError if the file cannot be loaded, or if its parts do not fit into memory or on the disk.
+    Returns a clause that says why it must be unpacked, if it must. Raises UserError if the file cannot be loaded, or if
+    its parts do not fit into memory or on the disk.
     """
     path = Path(source.location, str(source.gguf))
     with explained_errors(source.name), quiet():
@@ -442,6 +445,8 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
                 if reason := _prepare(source, reader, folder, made_from, where=where):
                     return reason
             release_memory()
+        if (folder / UNLIKE).exists():
+            return (folder / UNLIKE).read_text()
         loaded, size = _loaded(source.name, path, folder), path.stat().st_size
         if where.engine_weights == "gguf":
             remedy = "use a smaller model, or a file with fewer bits per weight"
@@ -459,7 +464,7 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
 def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *, where: Placement) -> str | None:
     """Write what `_loaded` reads. Returns a reason as `load_in_blocks` does. Raises UserError."""
     model = empty_model(read_config(source), torch.float32)
-    if isinstance(reason := read_decoder(model), str):
+    if isinstance(reason := read_decoder(model), str) and (packing_problem(model) or not _has_known_matrices(model)):
         return reason
     where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
     what = f"What is prepared of '{source.name}'"
@@ -467,7 +472,20 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
         made.mkdir()
         _unpack(source, reader, made, model)
         load_tokenizer(source).save_pretrained(made)
+        if isinstance(reason, str):
+            own, tensors = _loaded(source.name, Path(source.location, str(source.gguf)), made)[0], reader.tensors
+            last = compared_layers(own)
+            found = [(tensor, re.match(r"blk\.(\d+)\.", tensor.name)) for tensor in tensors]
+            reader.tensors = [tensor for tensor, layer in found if layer is None or int(layer[1]) < last]
+            if not loads_alike(own, source):
+                (made / UNLIKE).write_text("transformers loads other layers from it")
     return None
+
+
+def _has_known_matrices(model: PreTrainedModel) -> bool:
+    """Whether all matrices are those of linear layers, the embedding and the output head."""
+    known = {f"{name}.weight" for name in (*layer_linears(model), HEAD_LAYER, EMBEDDING_LAYER)}
+    return all(name in known for name, part in model.named_parameters() if part.dim() > 1)
 
 
 def _loaded(name: str, path: Path, folder: Path) -> InBlocks:

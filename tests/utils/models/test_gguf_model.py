@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ from shelf import load, refusal
 from tiny import tiny_llama, tiny_tokenizer
 from tiny_gguf import write_gguf
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.engine import weight_format
 from utils.engine.engine import LAYER_ENGINES
+from utils.engine.read_decoder import read_decoder
 from utils.engine.selftest import sample_logits
 from utils.engine.stored_weights import RowTable, in_files, rows_of
 from utils.engine.weight_blocks import BlockWeight
@@ -88,6 +91,40 @@ def test_matrices_of_every_type_stay_in_the_file(
         for one in (pair, unpacked):
             one.engine.use(engine, 1)
         assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
+
+
+OTHER_FAMILIES = {"starcoder2": {"use_bias": True}, "stablelm": {"use_qkv_bias": True}}
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_families_without_a_forward_pass_of_our_own_stay_in_the_file(
+    family: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        family, vocab_size=300, num_hidden_layers=3, max_position_embeddings=256, **sizes, **OTHER_FAMILIES[family]
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for part in model.parameters():
+        nn.init.normal_(part, std=0.1)
+    file = write_gguf(tmp_path / "tiny.gguf", model, tiny_tokenizer(), kind="Q4_1", parts=("layers.",))
+    unpacked = load_unpacked(file, "layers:1", monkeypatch, **GGUF)
+    for engine_weights in ("gguf", "float32"):
+        pair = load(file, "layers:1", engine_weights=engine_weights)
+        assert isinstance(read_decoder(pair.target), str) and in_files(pair.target) and not in_files(unpacked.target)
+        pair.engine.use("invariant", 1)
+        if engine_weights == "gguf":
+            unpacked.engine.use("invariant", 1)
+            assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
+    # What transformers converts in a way that is not known is unpacked, also at later starts.
+    shutil.rmtree(own_cache)
+    process = gguf_model.GgufBlocks.matrix
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_model.GgufBlocks, "matrix", lambda *arguments: process(*arguments).flip(0))
+        patch.setattr(gguf_model.GgufBlocks, "__contains__", lambda *_: False)
+        assert not in_files(load(file, "layers:1").target)
+    assert not in_files(load(file, "layers:1").target)
 
 
 ROWS = torch.tensor([[3, 299], [0, 3]])
@@ -279,6 +316,7 @@ def test_a_full_disk_is_one_sentence_and_the_next_start_recovers(file: Path, own
 
 def test_a_model_that_cannot_be_read_is_unpacked_and_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_model, "read_decoder", lambda model: "its family is not known")
+    monkeypatch.setattr(gguf_model, "packing_problem", lambda model: "its layers are of another type")
     lines: list[str] = []
     source, request = (
         loading.locate(str(file), lines.append),
