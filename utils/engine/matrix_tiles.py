@@ -7,7 +7,7 @@ has up to 16 rows of 64 bytes. So passes of up to 16 rows take little more time 
 - Inputs for small integers, which are rounded to 16 bits, are split into their two bytes. All sums of integers are
   exact, so the bits are those of `product_code`.
 - For values of 4 bits, these bytes and the values are in bfloat16, and their products are added in one tile of float32.
-  A sum of 32 products is an integer of less than 2^24, which float32 holds.
+  A sum of 32 products is an integer of at most 32 x 32,767 x 15, less than 2^24, which float32 holds.
 - Inputs for weights in bfloat16 are split into three values in bfloat16 that together are the float32. Their products
   are exact and are added in float32. The order depends on nothing but the number of inputs, so that rows do not depend
   on others; but the bits are not those of other processors.
@@ -38,7 +38,6 @@ from utils.engine.product_code import (
 STEP = 32  # inputs in bfloat16 that are a row of a tile
 _ROWS, _LINE = 16, 64  # of a tile, and the bytes of a row
 _PARTS = 3  # values in bfloat16 that are a float32
-_IN_FLOATS = ("bfloat16", "uint4")  # formats of weights whose tiles are in bfloat16
 _BLOCKS = {"bfloat16": 4, "uint4": 3, "int8": 2, "uint8": 2}  # that are computed together
 _SUMS = 4  # tiles of sums, the last ones. Those of inputs come first, then those of weights
 _LEAST_ROWS = {64: 6, 32: 6, 16: 9}  # by the inputs that are rounded with one scale: fewer rows take as long or longer
@@ -282,7 +281,7 @@ def _bfloat16(value: int) -> int:
 
 def _width(form: PackedForm) -> int:
     """Bytes of a row of inputs."""
-    return _LINE if form.kind in _IN_FLOATS else form.rounded
+    return form.rounded if form.kind in ("int8", "uint8") else _LINE
 
 
 def _shapes(module: ir.Module, form: PackedForm) -> ir.Value:
