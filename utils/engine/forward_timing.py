@@ -5,7 +5,7 @@ with fewer repeats and widths, and its long context is not computed: how long a 
 keys, not on their values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -123,12 +123,25 @@ def verify_costs(
     times = width_seconds(probe, widths, enough=ENOUGH / (2 if shorter else 1), report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
-    # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
-    extra = {width: max(0.0, seconds[width] / step - 1) if step else 0.0 for width in widths}
+    # Noise can make a wider pass look faster than a narrower one, but no more rows can save time.
+    measured = [max(0.0, seconds[width] / step - 1) if step else 0.0 for width in widths]
+    extra = dict(zip(widths, _rising(measured), strict=True))
     if not shorter:
         return step, tuple(_interpolated(extra, width) for width in range(2, widths[-1] + 1))
     more = {width: extra[width] - (shorter[width - 2] if width > 1 else 0.0) for width in widths}
     return step, tuple(max(0.0, cost + _interpolated(more, width)) for width, cost in enumerate(shorter, start=2))
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    """The values that never fall and are closest to these in squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # sums, and how many values each is of
+    for value in values:
+        total, count = value, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            before, others = pools.pop()
+            total, count = total + before, count + others
+        pools.append((total, count))
+    return [total / count for total, count in pools for _ in range(count)]
 
 
 def _interpolated(values: Mapping[int, float], width: int) -> float:
