@@ -53,10 +53,10 @@ def add_sizes(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_eps)
+    names = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
+    epsilon = next(getattr(config, name) for name in names if hasattr(config, name))
+    writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_layer_norm_eps(epsilon)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
 

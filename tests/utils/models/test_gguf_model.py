@@ -93,7 +93,11 @@ def test_matrices_of_every_type_stay_in_the_file(
         assert torch.equal(sample_logits(pair.target), sample_logits(unpacked.target))
 
 
-OTHER_FAMILIES = {"starcoder2": {"use_bias": True}, "stablelm": {"use_qkv_bias": True}}
+OTHER_FAMILIES: dict[str, dict[str, bool]] = {
+    "starcoder2": {"use_bias": True},
+    "stablelm": {"use_qkv_bias": True},
+    "nemotron": {},
+}
 
 
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
