@@ -123,7 +123,7 @@ def verify_costs(
     times = width_seconds(probe, widths, enough=ENOUGH / (2 if shorter else 1), report=report)
     seconds = {width: median_low(values) for width, values in times.items()}
     step = seconds[1]
-    # Noise can make a wider pass look faster than a narrower one, but no more rows can save time.
+    # Noise can make a wider pass look faster than a narrower one, but more rows never save time.
     measured = [max(0.0, seconds[width] / step - 1) if step else 0.0 for width in widths]
     extra = dict(zip(widths, _rising(measured), strict=True))
     if not shorter:

@@ -156,7 +156,7 @@ class Code(ir.IRBuilder):
         self._intrinsic(f"x86.{name}", ir.VoidType(), values)
 
     def entries(self, table: Sequence[int], places: ir.Value) -> ir.Value:
-        """Of 32 integers of 16 bits, those that the last five bits of 32 others number."""
+        """Of 32 integers of 16 bits, those that the last five bits of 32 others number (AVX-512)."""
         values = ir.Constant(places.type, [*table])
         return self._intrinsic("x86.avx512.permvar.hi.512", places.type, [values, places])
 

@@ -57,6 +57,7 @@ def uses_tiles(form: PackedForm, rows: int, groups: int) -> bool:
     """Whether a product of so many rows, with groups of inputs that have a scale each, is computed in tiles."""
     if form.has_pairs:
         return True
+    # With values of 4 bits, the inputs of a group are one row of a tile.
     fits = form.is_group and form.rounded == STEP if form.kind == "uint4" else form.is_group or groups == 1
     return fits and form.rounded in _LEAST_ROWS and rows >= _LEAST_ROWS[form.rounded] and has_tiles()
 

@@ -2,9 +2,8 @@
 blocks. The `dense` of these has the bits that transformers loads.
 
 The blocks of embedding and output head are in memory, and their rows are unpacked when they are read. Norms and biases
-are unpacked once, into a cache folder with the tokenizer, the config and an index of the matrices. Models of which
-other weights are matrices as well, such as those of experts, are left to transformers' loader, which unpacks the whole
-file at every start.
+are unpacked once, into a cache folder with the tokenizer, the config and an index of the matrices. Models that no
+engine packs and those of experts are left to transformers' loader, which unpacks the whole file at every start.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -374,9 +372,9 @@ UNPACKERS = {
 }
 
 
-INDEX, DENSE, UNLIKE = "blocks.json", "model.safetensors", "unlike"
+INDEX, DENSE = "blocks.json", "model.safetensors"
 HEAD_LAYER, EMBEDDING_LAYER = "lm_head", "model.embed_tokens"
-RECIPE = 6  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
+RECIPE = 5  # increase it whenever `_unpack` writes something else, so that older entries are rebuilt
 
 
 class FileMatrix(NamedTuple):
@@ -445,8 +443,6 @@ def load_in_blocks(source: Source, where: Placement) -> InBlocks | str:
                 if reason := _prepare(source, reader, folder, made_from, where=where):
                     return reason
             release_memory()
-        if (folder / UNLIKE).exists():
-            return (folder / UNLIKE).read_text()
         loaded, size = _loaded(source.name, path, folder), path.stat().st_size
         if where.engine_weights == "gguf":
             remedy = "use a smaller model, or a file with fewer bits per weight"
@@ -467,19 +463,25 @@ def _prepare(source: Source, reader: GGUFReader, folder: Path, made_from: str, *
     if isinstance(reason := read_decoder(model), str) and (packing_problem(model) or not _has_known_matrices(model)):
         return reason
     where.report(f"preparing {source.name} (once, cached in {folder.parent.parent}) ...")
-    what = f"What is prepared of '{source.name}'"
-    with build_folder(folder, made_from, what) as made, counted_seconds(where.report, f"preparing {source.name}"):
-        made.mkdir()
-        _unpack(source, reader, made, model)
-        load_tokenizer(source).save_pretrained(made)
-        if isinstance(reason, str):
-            own, tensors = _loaded(source.name, Path(source.location, str(source.gguf)), made)[0], reader.tensors
-            last = compared_layers(own)
-            found = [(tensor, re.match(r"blk\.(\d+)\.", tensor.name)) for tensor in tensors]
-            reader.tensors = [tensor for tensor, layer in found if layer is None or int(layer[1]) < last]
-            if not loads_alike(own, source):
-                (made / UNLIKE).write_text("transformers loads other layers from it")
+    what, progress = f"What is prepared of '{source.name}'", counted_seconds(where.report, f"preparing {source.name}")
+    try:
+        with build_folder(folder, made_from, what) as made, progress:
+            made.mkdir()
+            _unpack(source, reader, made, model)
+            load_tokenizer(source).save_pretrained(made)
+            if isinstance(reason, str) and not _is_alike(source, reader, made):
+                raise NotImplementedError
+    except NotImplementedError:  # nothing is kept: memory may have been too small for the comparison
+        return str(reason)
     return None
+
+
+def _is_alike(source: Source, reader: GGUFReader, folder: Path) -> bool:
+    """Whether transformers loads the same first layers. The reader has no other ones afterwards."""
+    model = _loaded(source.name, Path(source.location, str(source.gguf)), folder)[0]
+    later = tuple(f"blk.{layer}." for layer in range(compared_layers(model), model.config.num_hidden_layers))
+    reader.tensors = [tensor for tensor in reader.tensors if not tensor.name.startswith(later)]
+    return loads_alike(model, source)
 
 
 def _has_known_matrices(model: PreTrainedModel) -> bool:
