@@ -334,7 +334,8 @@ class Engine:
         counts = [known] if known else machine.candidate_threads() if on_cpu else [torch.get_num_threads()]
         if len(tried) < 2 and len(counts) < 2:
             return table
-        figures = Trials(self._target, tried, self._weights, counts, self.report, self.meter).run()
+        settings = self.report, self.meter, self.workload
+        figures = Trials(self._target, tried, self._weights, counts, *settings).run()
         release_memory()  # the few layers of all engines
         return table | {name: replace(row, nbytes=table[name].nbytes) for name, row in figures.items()}
 

@@ -29,6 +29,7 @@ LONG_WIDTHS = (1, WIDE)  # in the longer context: what attention adds grows even
 REPEATS, FEWEST = 5, 2
 ENOUGH = 1.5  # seconds within which REPEATS must end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
+TOLERANCE = 1.05  # of a pass over a wider one
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
 
@@ -160,11 +161,12 @@ def width_seconds(
     report: Report = unreported,
 ) -> dict[int, list[float]]:
     """Return the seconds of `repeats` forward passes by width, or of as many as end within `enough` seconds, but at
-    least FEWEST.
+    least FEWEST, and all if the machine seems to be busy.
     """
     times: dict[int, list[float]] = {width: [] for width in widths}
     for repeat in range(repeats):
-        if repeat >= FEWEST and sum(map(sum, times.values())) * (repeat + 1) / repeat > enough:
+        takes_long = repeat >= FEWEST and sum(map(sum, times.values())) * (repeat + 1) / repeat > enough
+        if takes_long and not _is_disturbed(times):
             break
         report(f"measuring verify passes: round {repeat + 1} of {repeats}")
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
@@ -174,6 +176,12 @@ def width_seconds(
             probe.forward(width)
             times[width].append(perf_counter() - start)
     return times
+
+
+def _is_disturbed(times: Mapping[int, Sequence[float]]) -> bool:
+    """Whether passes took clearly longer than wider ones, in the order of their widths."""
+    medians = map(median_low, times.values())
+    return any(narrow > TOLERANCE * wide for narrow, wide in pairwise(medians))
 
 
 def times_have_changed(probe: ForwardProbe, step_seconds: float, costs: Sequence[float]) -> bool:

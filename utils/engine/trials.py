@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from math import inf
 
 import torch
@@ -16,17 +17,26 @@ from transformers import PreTrainedModel
 
 from utils.decode.features import layer_count
 from utils.decode.layer_cut import chosen_layers, first_layers, layer_kinds, shell
-from utils.engine.engine_choice import COMPARED_WIDTHS, PREFILL_TOKENS, EngineFigures, lower_quartile
+from utils.engine.engine_choice import (
+    COMPARED_WIDTHS,
+    PREFILL_TOKENS,
+    TYPICAL,
+    EngineFigures,
+    Workload,
+    choose,
+    lower_quartile,
+)
 from utils.engine.forward_timing import ForwardProbe
 from utils.engine.layer_engine import PlainEngine, Report, install_with_fallback, unreported
 from utils.engine.weight_format import EngineWeights
 from utils.errors import UserError
 
 EXTRA_BYTES = 1 << 27  # of layers beyond the first of each kind
-EXTRA, MOST_EXTRA = 1, 8  # such layers of each kind at least, if there are so many, and at most
+EXTRA, MOST_EXTRA = 2, 8  # such layers of each kind at least, if there are so many, and at most
 EVICTED = 1 << 28  # bytes that are read before each pass
 THREAD_TURNS, STEPS = 4, 2  # turns of all numbers of threads, and decode steps of each
-MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds
+MIN_TURNS, MAX_TURNS, ENOUGH = 2, 9, 1.2  # turns of all engines; further ones do not begin after these seconds,
+AT_MOST, SETTLED = 4.0, 1.05  # except on a busy machine: until these, or until two passes take the same time
 SLOW_PREFILL = 0.6  # seconds of a prefill from which it is measured once
 MAX_SLOWNESS = 2.0  # an engine with decode steps longer than this many of the best ones is measured in one turn
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
@@ -97,7 +107,8 @@ class Trials:
     """The measurements of engines with one model, the target, whose plain layers must be in place.
 
     builders: the classes of the engines by name. weights: the format in which they compute. thread_counts: the numbers
-    of threads to measure. Logits are not compared: the self-test does that with the engine that is chosen.
+    of threads to measure. workload: what the engines are compared for. Logits are not compared: the self-test does that
+    with the engine that is chosen.
     """
 
     model: PreTrainedModel
@@ -106,6 +117,7 @@ class Trials:
     thread_counts: Sequence[int]
     report: Report = unreported
     meter: Meter = field(default_factory=Meter)
+    workload: Workload = TYPICAL
     _probes: dict[str, Mapping[int, ForwardProbe]] = field(default_factory=dict)  # by engine and number of layers
     _samples: dict[str, dict[tuple[int, int], list[float]]] = field(default_factory=dict)  # by engine: width, layers
     _fastest: float = inf  # seconds of a wide pass and a decode step of all engines
@@ -119,11 +131,20 @@ class Trials:
         # Read before each pass, because the other layers of a whole model empty the processor's caches.
         self._buffer = torch.ones(min(EVICTED, left_out * _block_bytes(self.model)) // 4 if self._plan.order else 0)
         self._for_each(self._prepare, self.builders)
-        # The plain engine, which may be far slower, is the first one and comes last.
-        self._for_each(self._choose_threads, [*self.builders][::-1] if len(self.thread_counts) > 1 else ())
-        self._measure_widths()
-        self._for_each(self._finish, self.builders)
+        for _ in range(2):
+            # The plain engine, which may be far slower, is the first one and comes last.
+            self._for_each(self._choose_threads, [*self.builders][::-1] if len(self.thread_counts) > 1 else ())
+            self._measure_widths()
+            self._for_each(self._finish, self.builders)
+            if not self._gives_up_bits():
+                break  # otherwise a second time: the machine may have been busy
         return self._rows
+
+    def _gives_up_bits(self) -> bool:
+        """Whether these figures choose an engine without equal bits although there is one with them."""
+        choice = choose(self._rows, self.workload).name
+        promises = [row.promise for row in self._rows.values() if row.is_candidate]
+        return any(promises) and not self._rows[choice].promise
 
     def _for_each(self, step: Callable[[str], None], names: Iterable[str]) -> None:
         """Take a step with the engines that have not failed."""
@@ -145,7 +166,6 @@ class Trials:
             return
         self._rows[name] = replace(self._rows[name], promise=engine.promise, threads=self.thread_counts[0])
         self._probes[name] = {depth: self.meter.probe(cut, name) for depth, cut in self._plan.parts(part).items()}
-        self._samples[name] = {}
 
     def _choose_threads(self, name: str) -> None:
         """Choose the smallest number of threads that no larger one clearly beats, by decode steps and wide passes: a
@@ -154,7 +174,7 @@ class Trials:
         samples: dict[int, list[float]] = {}
         start, probe = self.meter.clock(), self._deepest(name)
         wide = min(COMPARED_WIDTHS[-1], probe.max_width)
-        for turn in range(THREAD_TURNS):  # numbers take turns, so that other load affects all of them alike
+        for turn in range(MAX_TURNS):  # numbers take turns, so that other load affects all of them alike
             fastest = inf
             for count in self.thread_counts:
                 torch.set_num_threads(count)
@@ -166,10 +186,13 @@ class Trials:
                     break
             if turn == 0 and fastest <= MAX_SLOWNESS * self._fastest:
                 samples = {}  # the first turn warms up, and is enough for an engine that is far slower than another one
-            elif turn == 0 or self.meter.clock() - start > ENOUGH:
+                continue
+            best = fewest_threads({count: min(times) for count, times in samples.items()})
+            took = self.meter.clock() - start
+            is_reliable = _is_settled(samples[best]) and _is_settled(samples[max(samples)])
+            if turn == 0 or (took > (ENOUGH if is_reliable else AT_MOST)) or (is_reliable and turn + 1 >= THREAD_TURNS):
                 break
         self._fastest = min(self._fastest, *map(min, samples.values()))
-        best = fewest_threads({count: min(times) for count, times in samples.items()})
         self._rows[name] = replace(self._rows[name], threads=best)
 
     def _pass(self, probe: ForwardProbe, width: int) -> float:
@@ -183,40 +206,47 @@ class Trials:
 
     def _measure_widths(self) -> None:
         """Measure decode steps and verify passes of all engines in turns, under the same conditions."""
-        start, names = self.meter.clock(), [*self.builders]
+        self._samples = {name: {} for name in self._probes}
+        start, names, is_late = self.meter.clock(), [*self.builders], False
         for turn in range(1, MAX_TURNS + 1):
             self.report(f"engines: measuring verify passes, turn {turn}")
-            self._for_each(self._turn, names if turn % 2 else reversed(names))
+            self._for_each(partial(self._turn, is_late), names if turn % 2 else reversed(names))
             samples = {name: self._samples[name] for name in names if self._rows[name].is_candidate}
             steps = {name: sum(min(own[1, depth]) for depth in self._plan.factors) for name, own in samples.items()}
             # One turn of an engine that is far slower is enough.
             names = [name for name in steps if steps[name] <= MAX_SLOWNESS * min(steps.values())]
             # Further turns make a comparison more precise.
-            if turn >= MIN_TURNS and (len(names) < 2 or self.meter.clock() - start > ENOUGH):
+            took = self.meter.clock() - start
+            is_late = turn >= MIN_TURNS and (len(names) < 2 or took > ENOUGH)
+            if is_late and (took > AT_MOST or all(_is_settled(t) for name in names for t in samples[name].values())):
                 return
 
-    def _turn(self, name: str) -> None:
+    def _turn(self, is_late: bool, name: str) -> None:
+        """Measure passes of all widths once. is_late: only those that other work on the machine may have lengthened."""
         torch.set_num_threads(self._rows[name].threads)
         probes = self._probes[name]
         for probe in probes.values():
             probe.forward(1)  # wakes the threads after those of another engine
         for width in (1, *COMPARED_WIDTHS):
             for depth, probe in probes.items():
-                if width <= probe.max_width:
-                    self._samples[name].setdefault((width, depth), []).append(self._pass(probe, width))
+                samples = self._samples[name]
+                if width <= probe.max_width and not (is_late and _is_settled(samples[width, depth])):
+                    samples.setdefault((width, depth), []).append(self._pass(probe, width))
 
     def _finish(self, name: str) -> None:
         """From the samples to figures, and the speed of a prefill."""
         self.report(f"engine {name}: reading a long prompt")
         torch.set_num_threads(self._rows[name].threads)
-        totals, samples = dict[int, float](), self._samples[name]
-        for width in dict.fromkeys(width for width, _ in samples):
-            totals[width] = self._plan.total(
-                {depth: lower_quartile(samples[width, depth]) for depth in self._plan.factors}
-            )
+        totals, seconds = dict[int, float](), dict.fromkeys(self._plan.factors, inf)
+        for width in sorted({width for width, _ in self._samples[name]}, reverse=True):
+            for depth in seconds:
+                typical = lower_quartile(self._samples[name][width, depth])
+                # Fewer rows never take longer in an engine that computes each of them in the same way.
+                seconds[depth] = min(typical, seconds[depth]) if self._rows[name].promise else typical
+            totals[width] = self._plan.total(seconds)
         step = totals[1]
         # Noise can make a wider pass look faster than a decode step, but a verify pass cannot save time.
-        costs = tuple((width, max(1.0, total / step)) for width, total in totals.items() if width > 1 and step)
+        costs = tuple((width, max(1.0, totals[width] / step)) for width in sorted(totals) if width > 1 and step)
         # Almost all of the time of a prefill is spent in layers, and all kinds of them take about as long.
         share = len(self._plan.order) / layer_count(self.model) if self._plan.order else 1.0
         rate = share / max(self._seconds_of_a_token(name), 1e-9)
@@ -243,6 +273,12 @@ def fewest_threads(seconds: Mapping[int, float]) -> int:
         if seconds[count] < WORTHWHILE * seconds[best]:
             best = count
     return best
+
+
+def _is_settled(times: Sequence[float]) -> bool:
+    """Whether the shortest time was found twice. Other work on the machine only lengthens passes."""
+    shortest = sorted(times)[:2]
+    return len(shortest) == 2 and shortest[1] <= SETTLED * shortest[0]
 
 
 def failed_figures(error: Exception, row: EngineFigures) -> EngineFigures:

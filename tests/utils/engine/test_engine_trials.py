@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny import tiny_llama, tiny_mamba
 
 from utils.decode.layer_cut import layer_kinds
 from utils.engine import trials
-from utils.engine.engine_choice import COMPARED_WIDTHS
+from utils.engine.engine_choice import COMPARED_WIDTHS, choose
 from utils.engine.invariant import InvariantEngine
 from utils.engine.trials import ENOUGH, MAX_TURNS, MIN_TURNS, Meter, SlicePlan, Trials
 from utils.engine.weight_format import EngineWeights
@@ -180,6 +181,33 @@ def test_a_machine_that_is_busy_most_of_the_time_does_not_decide(rows: Callable[
         table = measured.run()
         right += table["second"].step_seconds < table["first"].step_seconds
     assert right >= 18
+
+
+@pytest.mark.parametrize("threads", [[1], [1, 2]])
+def test_large_models_do_not_give_up_equal_bits_because_the_machine_is_busy(threads: list[int]) -> None:
+    """The time that a layer adds is multiplied by the number of layers, so that errors are, too."""
+    builders, model, right = {"plain": row(promise=""), "invariant": row()}, tiny_llama(num_hidden_layers=24), 0
+    speed = {"plain": (0.02, 0.012), "invariant": (0.02, 0.01)}
+    for seed in range(20):
+        with mock.patch.dict(LAYERED, speed), mock.patch.object(trials, "EXTRA_BYTES", 0):
+            measured = Trials(model, builders, EngineWeights(), threads, meter=busy_meter(Random(seed)))
+            right += choose(measured.run()).name == "invariant"
+    assert right >= 18
+
+
+def busy_meter(random: Random) -> Meter:
+    """On its clock every second pass takes twice as long."""
+    speeds = FixedSpeeds(lambda *arguments: 0.0)
+
+    class BusyProbe(LayeredProbe):
+        def forward(self, width: int) -> None:
+            for _ in range(random.choice([1, 2])):
+                super().forward(width)
+
+    return Meter(
+        lambda: speeds.now,
+        lambda part, name: BusyProbe(speeds, name, part.config.num_hidden_layers),  # type: ignore
+    )
 
 
 def test_more_threads_are_not_tried_after_a_number_that_is_clearly_slower() -> None:

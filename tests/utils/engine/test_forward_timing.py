@@ -61,6 +61,21 @@ def test_a_disturbed_pass_does_not_make_a_wider_one_look_cheaper() -> None:
     assert costs == pytest.approx([0.26] * 16)
 
 
+@pytest.mark.parametrize(("disturbed", "rounds"), [(None, 2), (1, 4), (5, 4)])
+def test_widths_of_a_slow_model_are_measured_again_after_a_disturbance(disturbed: int | None, rounds: int) -> None:
+    """Which shows in a narrow pass that took longer than a wide one."""
+
+    class DisturbedProbe(TimedProbe):
+        def forward(self, width: int) -> None:
+            super().forward(width)
+            self.now += 0.4 * (width == disturbed and self.widths[1:].count(width) <= 2)
+
+    probe = DisturbedProbe({width: 0.05 * seconds for width, seconds in SECONDS.items()})
+    step, costs = timed_costs(probe)
+    assert step == pytest.approx(0.1) and costs[3] == pytest.approx(1.0)
+    assert probe.widths[1:].count(1) == probe.widths.count(5) == rounds
+
+
 def test_in_a_longer_context_few_widths_are_measured() -> None:
     """What attention adds there grows evenly with the width, while the other costs rise in steps."""
     short, long = scaled(0.01), scaled(0.01)
