@@ -40,6 +40,7 @@ AT_MOST, SETTLED = 4.0, 1.05  # except on a busy machine: until these, or until 
 SLOW_PREFILL = 0.6  # seconds of a prefill from which it is measured once
 MAX_SLOWNESS = 2.0  # an engine with decode steps longer than this many of the best ones is measured in one turn
 MORE_THREADS = 1.15  # more threads are not tried after a number that takes this many times the best one
+CLEAR = 1.3  # fewer threads are not tried again after they have taken this many times the best one
 WORTHWHILE = 0.95  # more threads must take at most this share of the time of fewer threads
 PLAIN = "plain"
 MAX_REASON = 200  # characters of an error message
@@ -172,11 +173,11 @@ class Trials:
         decode step mostly waits for memory, so that one thread may be as fast as several.
         """
         samples: dict[int, list[float]] = {}
-        start, probe = self.meter.clock(), self._deepest(name)
+        start, probe, counts = self.meter.clock(), self._deepest(name), [*self.thread_counts]
         wide = min(COMPARED_WIDTHS[-1], probe.max_width)
         for turn in range(MAX_TURNS):  # numbers take turns, so that other load affects all of them alike
             fastest = inf
-            for count in self.thread_counts:
+            for count in counts:
                 torch.set_num_threads(count)
                 self.report(f"engine {name}: measuring with {count} thread{'s' if count > 1 else ''}")
                 seconds = self._pass(probe, wide) + min(self._pass(probe, 1) for _ in range(STEPS))
@@ -188,9 +189,13 @@ class Trials:
                 samples = {}  # the first turn warms up, and is enough for an engine that is far slower than another one
                 continue
             best = fewest_threads({count: min(times) for count, times in samples.items()})
+            # Other work only lengthens passes, so that more threads that are clearly faster leave no need of fewer.
+            counts = [count for count in counts if count >= best or min(samples[count]) <= CLEAR * min(samples[best])]
             took = self.meter.clock() - start
             is_reliable = _is_settled(samples[best]) and _is_settled(samples[max(samples)])
-            if turn == 0 or (took > (ENOUGH if is_reliable else AT_MOST)) or (is_reliable and turn + 1 >= THREAD_TURNS):
+            if turn == 0 or len(counts) < 2 or took > AT_MOST:
+                break
+            if is_reliable and (took > ENOUGH or turn + 1 >= THREAD_TURNS):
                 break
         self._fastest = min(self._fastest, *map(min, samples.values()))
         self._rows[name] = replace(self._rows[name], threads=best)
