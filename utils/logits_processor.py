@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from utils.bounds import TEMPERATURE, TOP_P, WholeRange
 from utils.errors import UserError
 
+_BLOCK = 256  # entries of a vocabulary whose maximum is found first
 _NUCLEUS_PREFIX = 128  # most nuclei are smaller
 
 
@@ -87,7 +88,7 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     returns is undefined. Therefore rows are sorted only if equal entries lie on both sides of the cut.
     """
     size = logits.shape[-1]
-    values, ids = logits.topk(min(count + 1, size), dim=-1)  # one more, to see whether the cut separates equal entries
+    values, ids = _topk(logits, min(count + 1, size))  # one more, to see whether the cut separates equal entries
     equal = values[..., 1:] == values[..., :-1]  # (..., count)
     # The cut lies between the last two of the count + 1 values.
     if count < size and bool(equal[..., -1:].any()):
@@ -98,6 +99,21 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(-1, order)
     return values[..., :count], ids[..., :count]
+
+
+def _topk(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As torch.topk along the last dimension. On a CPU the largest entries are first looked for among the maxima of
+    blocks, because they lie in the blocks with the largest maxima.
+    """
+    size = rows.shape[-1]
+    if rows.device.type != "cpu" or count * _BLOCK > size // 2:
+        return rows.topk(count, dim=-1)
+    padded = pad(rows, (0, -size % _BLOCK), value=-torch.inf) if size % _BLOCK else rows
+    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    best = blocks.amax(dim=-1).topk(count, dim=-1).indices
+    within = blocks.gather(-2, best[..., None].expand(*best.shape, _BLOCK)).flatten(-2)
+    values, places = within.topk(count, dim=-1)
+    return values, best.gather(-1, places // _BLOCK) * _BLOCK + places % _BLOCK
 
 
 @one_thread()

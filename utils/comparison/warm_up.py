@@ -1,17 +1,20 @@
 """Prepares a pair: every strategy runs once, and the costs of its drafters are measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from statistics import median
+from time import perf_counter
 
+from sampling import RULES, autoregressive_steps, speculative_steps
 from sampling.counterfactual import FinishedText, drafts_along
 from utils.comparison.harness import Harness
 from utils.comparison.strategies import Job
 from utils.config.settings import Settings, as_json
 from utils.config.value_types import Limits
-from utils.decode.model_info import context_length, vocabulary_size
+from utils.decode.model_info import context_length, sample_ids, vocabulary_size
+from utils.decode.steps import Step
 from utils.engine import Engine
 from utils.errors import UserError
 from utils.metrics.costs import READ_TOKENS, Costs
@@ -21,6 +24,7 @@ from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
+DRAFTS_IN_ROUND = 2  # in rounds that are verified
 FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
 READING_SECONDS = 0.4  # time limit for reading a longer prompt
@@ -86,12 +90,50 @@ def draft_seconds(job: Job, longer: int) -> tuple[float, float, float]:
     `longer` is the length of the longer text, limited to what can be read at once. 0 means no longer text.
     """
     draft, read = _timed_drafts(job, SHORT_PROMPT)
+    more = max(0.0, _seconds_in_rounds(job) - draft) if draft else 0.0
     length = min(longer, int(READING_SECONDS / read)) if read else longer
     if length < 2 * SHORT_PROMPT:
-        return draft, draft, read
+        return draft + more, draft + more, read
     after, reading = _timed_drafts(job, length)
     # A drafter with a short context drafts nothing after a long text.
-    return (draft, after, reading) if after else (draft, draft, read)
+    return (draft + more, (after or draft) + more, reading if after else read)
+
+
+def _seconds_in_rounds(job: Job) -> float:
+    """The median seconds that a draft adds to a real round beyond the measured verify pass. 0 if nothing is drafted.
+
+    Drafter and target push each other's weights out of the processor's caches, and drafts have to be compared. Rounds
+    are compared with decode steps in between, since the machine may be faster or slower than when those were measured.
+    """
+    watch, engine = Stopwatch(), job.pair.engine
+    bound = context_length(job.pair.target) or Limits().context
+    prompt = sample_ids(max(1, min(SHORT_PROMPT, bound - TIMED_TOKENS)), vocabulary_size(job.pair.target))
+    settings = replace(job.settings, gamma=DRAFTS_IN_ROUND, length=TIMED_TOKENS)
+    job = replace(job, prompt=prompt, settings=settings, stopwatch=watch)
+    decoding = replace(job.decoding, end_ids=frozenset())
+    built = job.build_drafter()
+    drafter, target = job.observed(built.drafter, built.target)
+    rounds = speculative_steps(prompt, drafter, target, decoding, gamma=DRAFTS_IN_ROUND, rule=RULES[settings.verify])
+    alone = autoregressive_steps(prompt, job.session("target", rewinds=False), decoding)
+    added: list[float] = []
+    start = perf_counter()
+    with suppress(UserError, StopIteration):  # the context may be short
+        for turn in range(TIMED_ROUNDS):
+            next(alone)
+            step, (seconds, made) = _timed(alone)[0], _timed(rounds)
+            drafts, verified = watch.read(seconds).drafts, len(made.drafted)
+            if turn and drafts and step and verified <= len(engine.costs):  # the first turn reads the prompt
+                verifying = 1 + (engine.costs[verified - 1] if verified else 0.0)
+                added.append(engine.step_seconds * (seconds / step - verifying) / drafts)
+            if len(added) >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH:
+                break
+    return median(added) if len(added) >= FEWEST_ROUNDS else 0.0
+
+
+def _timed(steps: Iterator[Step]) -> tuple[float, Step]:
+    start = perf_counter()
+    step = next(steps)
+    return perf_counter() - start, step
 
 
 def _timed_drafts(job: Job, length: int) -> tuple[float, float]:

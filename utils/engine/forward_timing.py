@@ -29,6 +29,7 @@ LONG_WIDTHS = (1, WIDE)  # in the longer context: what attention adds grows even
 REPEATS, FEWEST = 5, 2
 ENOUGH = 1.5  # seconds within which REPEATS must end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
+COOLED = 0.05  # seconds after a wide pass in which decode steps take longer
 TOLERANCE = 1.05  # of a pass over a wider one
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
@@ -169,6 +170,8 @@ def width_seconds(
         if takes_long and not _is_disturbed(times):
             break
         report(f"measuring verify passes: round {repeat + 1} of {repeats}")
+        if repeat and times[widths[0]][-1] < COOLED:
+            _cool_down(probe)
         # Widths take turns, so that a machine that slows down or speeds up affects all of them alike.
         for width in widths:
             probe.make_room(width)  # outside the timed section
@@ -176,6 +179,16 @@ def width_seconds(
             probe.forward(width)
             times[width].append(perf_counter() - start)
     return times
+
+
+def _cool_down(probe: ForwardProbe) -> None:
+    """Let decode steps pass untimed, because they take longer for a while after a wide pass on some processors."""
+    start = perf_counter()
+    while True:
+        probe.make_room(1)
+        probe.forward(1)
+        if perf_counter() - start >= COOLED:
+            break
 
 
 def _is_disturbed(times: Mapping[int, Sequence[float]]) -> bool:

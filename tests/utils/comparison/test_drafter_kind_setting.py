@@ -9,6 +9,7 @@ from fakes import Screen, checked, open_session, records_of, tiny_pair
 from tiny import tiny_head
 
 from ngram_assisted import LongestMatch, SuffixAutomaton
+from utils.comparison import warm_up
 from utils.comparison.harness import NO_DRAFTER
 from utils.comparison.strategies import STRATEGIES
 from utils.comparison.warm_up import draft_seconds, with_costs
@@ -176,3 +177,25 @@ def test_costs_change_the_number_of_drafts_and_not_the_text(view: Screen, pair, 
     expensive = checked(session, file, "/costs verify 9 9 9; head 9; suffix 9", REPEATS)
     assert cheap["token_ids"] == expensive["token_ids"] and expensive["drafted"] < cheap["drafted"]
     assert checked(session, file, "/costs verify 0 0 0; head 0; suffix 0", REPEATS)["drafted"] == cheap["drafted"]
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.25])
+def test_a_draft_costs_what_it_adds_to_a_real_round(view: Screen, monkeypatch, overhead):
+    """On a clock that only forward passes advance. overhead: seconds of a verify pass that the costs leave out, as in a
+    processor whose caches hold either model, on a machine that now takes twice as long as when it was measured.
+    """
+    session, now = open_session(view, tiny_pair(max_position_embeddings=2048)), [0.0]
+    pair = session.harness.pair
+    pair.engine.step_seconds, pair.engine.costs = 100.0, tuple(0.1 * drafts for drafts in range(1, 17))
+
+    def advance(model, args, kwargs):
+        rows = kwargs["input_ids"].shape[1]
+        verifying = 200 * (0.9 + 0.1 * rows + overhead * (1 < rows <= 3))
+        now[0] += verifying if model is pair.target else 30
+
+    for model in (pair.target, pair.drafter):
+        model.register_forward_pre_hook(advance, with_kwargs=True)
+    monkeypatch.setattr(warm_up, "perf_counter", lambda: now[0])
+    job = session.harness.job([0], replace(session.settings, gamma=8, length=16))
+    draft, after, _ = draft_seconds(replace(job, drafter="loaded"), 1024)
+    assert draft == pytest.approx(after, rel=1e-3) == pytest.approx(15 + 50 * overhead, rel=1e-3)

@@ -76,6 +76,20 @@ def test_widths_of_a_slow_model_are_measured_again_after_a_disturbance(disturbed
     assert probe.widths[1:].count(1) == probe.widths.count(5) == rounds
 
 
+def test_steps_that_are_slower_after_a_wide_pass_do_not_make_verify_passes_look_cheap() -> None:
+    class HotProbe(TimedProbe):
+        hot = 0.0  # until when
+
+        def forward(self, width: int) -> None:
+            before = self.now
+            super().forward(width)
+            self.now += 0.2 * (self.now - before) * (width == 1 and before < self.hot)
+            self.hot = self.now + 0.03 if width > 4 else self.hot
+
+    step, costs = timed_costs(HotProbe({width: 0.003 * seconds for width, seconds in SECONDS.items()}))
+    assert step == pytest.approx(0.006) and costs[3] == pytest.approx(1.0)
+
+
 def test_in_a_longer_context_few_widths_are_measured() -> None:
     """What attention adds there grows evenly with the width, while the other costs rise in steps."""
     short, long = scaled(0.01), scaled(0.01)

@@ -28,14 +28,13 @@ def now(busy: float, wide: float = 1.0) -> Callable[..., bool]:
     """The check with forward passes that take `busy` times as long, wide ones `wide` times more."""
 
     def changed(probe: object, step_seconds: float, costs: tuple[float, ...]) -> bool:
-        probe = mock.Mock(max_width=17)
-        clock = iter(
-            time
-            for index in range(3)
-            for width in (1, 5)
-            for time in (0.0, busy * step_seconds * (1 + 0.1 * (width - 1)) * (wide if width > 1 else 1))
-        )
-        with mock.patch.object(forward_timing, "perf_counter", lambda: next(clock)):
+        clock, probe = [0.0], mock.Mock(max_width=17)
+
+        def forward(width: int) -> None:
+            clock.append(clock[-1] + busy * step_seconds * (1 + 0.1 * (width - 1)) * (wide if width > 1 else 1))
+
+        probe.forward.side_effect = forward
+        with mock.patch.object(forward_timing, "perf_counter", lambda: clock[-1]):
             return forward_timing.times_have_changed(probe, step_seconds, costs)
 
     return changed
