@@ -43,15 +43,16 @@ class GrowingLayer(DynamicLayer):
         """Append new positions (B, heads, count, D), float32, that the caller fills. Returns the buffers
         (B, heads, capacity, D).
         """
-        length = self.get_seq_length()
+        length = self.keys.shape[-2] if self._buffers else self.get_seq_length()
         end = length + shape[2]
         if not self._fits(length, end, torch.float32) or self._buffers[0].shape[:2] != shape[:2]:
             template = torch.empty(shape, dtype=torch.float32, device="cpu")
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
             self._reallocate(length, end + max(MIN_SPARE, end // 2), (template, template))
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
-        return self._buffers[0], self._buffers[1]
+        keys, values = self._buffers
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]  # in every layer of every pass, so no loop
+        return keys, values
 
     def _fits(self, length: int, end: int, dtype: torch.dtype) -> bool:
         """Whether the keys lie in the buffers (selected rows are separate tensors), and `end` positions of this dtype

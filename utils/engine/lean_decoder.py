@@ -54,8 +54,8 @@ class LeanDecoder(EngineForward):
         with WORKERS.lock:  # programs share buffers
             states = self._layers(input_ids, cache, every=every)
         logits = self._logits(states[-1], kwargs.get("logits_to_keep", 0))
-        if every:  # in the format of the drafters that read them
-            states = [state.to(self._spec.embedding.dtype) for state in states]
+        if every and (dtype := self._spec.embedding.dtype) != torch.float32:  # in the format of the drafters
+            states = [state.to(dtype) for state in states]
         self.unnormed = states.pop(-2) if every else None
         return CausalLMOutputWithPast(
             logits=logits,
@@ -97,9 +97,12 @@ class LeanDecoder(EngineForward):
         program.run(fills=in_prefill() and not every)
         # Numbered as in transformers, which does not have the last one, the input of the final norm.
         numbers = [*range(len(spec.layers)), len(spec.layers) + 1] if every else []
-        read = [(state, is_read(number)) for number, state in zip(numbers, program.states, strict=False)]
-        states = [state.clone().view(batch, count, -1) if wanted else state[:0] for state, wanted in read]
-        return [*states, program.normed.clone().view(batch, count, -1)]
+        nothing, kept = program.normed[:0], (batch, count, -1)
+        states = [
+            program.states[index].clone().view(kept) if is_read(number) else nothing
+            for index, number in enumerate(numbers)
+        ]
+        return [*states, program.normed.clone().view(kept)]
 
     def _program(self, batch: int, count: int, *, keeps: bool) -> DecoderProgram:
         """A program for these rows."""
