@@ -15,14 +15,51 @@ MIN_SPARE = 256  # positions
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, heads, length, D) as views of larger buffers. Cropping, row selection and copying are
-    inherited.
-    """
+    """Keys and values (B, heads, length, D) as views of larger buffers. Row selection and copying are inherited."""
 
     _layer_type = None  # keeps transformers from registering this class for all models
-    keys: Any
-    values: Any
     _buffers: tuple[Tensor, ...] = ()
+    # Positions that `extended` has added, if the views do not have them yet. Views take time in every layer of every
+    # pass, and machine code does not need them.
+    _pending = 0
+    _keys: Any
+    _values: Any
+
+    @property
+    def keys(self) -> Any:
+        self._cut_views()
+        return self._keys
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._cut_views()
+        self._keys = value
+
+    @property
+    def values(self) -> Any:
+        self._cut_views()
+        return self._values
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._cut_views()
+        self._values = value
+
+    def _cut_views(self) -> None:
+        if self._pending:
+            self._keys, self._values = (buffer[:, :, : self._pending] for buffer in self._buffers)
+            self._pending = 0
+
+    def get_seq_length(self) -> int:
+        """The number of positions."""
+        return self._pending or int(super().get_seq_length())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove positions at the end. tokens_to_remove: their number, negative."""
+        if -self._pending < tokens_to_remove <= 0:
+            self._pending += tokens_to_remove
+        else:
+            super().crop(tokens_to_remove)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new positions, and return all keys and values."""
@@ -43,16 +80,15 @@ class GrowingLayer(DynamicLayer):
         """Append new positions (B, heads, count, D), float32, that the caller fills. Returns the buffers
         (B, heads, capacity, D).
         """
-        length = self.keys.shape[-2] if self._buffers else self.get_seq_length()
+        length = self.get_seq_length()
         end = length + shape[2]
         if not self._fits(length, end, torch.float32) or self._buffers[0].shape[:2] != shape[:2]:
             template = torch.empty(shape, dtype=torch.float32, device="cpu")
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
             self._reallocate(length, end + max(MIN_SPARE, end // 2), (template, template))
-        keys, values = self._buffers
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]  # in every layer of every pass, so no loop
-        return keys, values
+        self._pending = end
+        return self._buffers[0], self._buffers[1]
 
     def _fits(self, length: int, end: int, dtype: torch.dtype) -> bool:
         """Whether the keys lie in the buffers (selected rows are separate tensors), and `end` positions of this dtype
@@ -60,7 +96,7 @@ class GrowingLayer(DynamicLayer):
         """
         if not self._buffers or end > self._buffers[0].shape[-2] or self._buffers[0].dtype != dtype:
             return False
-        return length == 0 or self.keys.data_ptr() == self._buffers[0].data_ptr()
+        return bool(self._pending) or length == 0 or self.keys.data_ptr() == self._buffers[0].data_ptr()
 
     def _reallocate(self, length: int, capacity: int, new: tuple[Tensor, Tensor]) -> None:
         """Copy into buffers of this capacity, with the other dimensions of the new states."""
@@ -72,7 +108,7 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything, including the buffers."""
-        self._buffers = ()
+        self._buffers, self._pending = (), 0
         super().reset()
 
 

@@ -18,7 +18,7 @@ def fill(layer: GrowingLayer, *new: torch.Tensor) -> None:
         buffer[:, :, length : length + shape[2]] = part
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_contents_equal_those_of_the_concatenating_layer(seed: int) -> None:
     source = Random(seed)
     torch.manual_seed(seed)
@@ -31,7 +31,8 @@ def test_contents_equal_those_of_the_concatenating_layer(seed: int) -> None:
         else:
             fill(ours, *new)
         theirs.update(*new)
-        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        if source.random() < 0.5:  # otherwise what follows finds positions that no view has yet
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
         act = source.choice(("crop", "rows", "copy", "nothing", "reset"))
         if act == "crop":
             excess = source.randint(0, min(5, ours.get_seq_length()))
@@ -49,6 +50,9 @@ def test_contents_equal_those_of_the_concatenating_layer(seed: int) -> None:
             ours.reset()
             theirs.reset()
         assert ours.get_seq_length() == theirs.get_seq_length()
+    assert ours.is_initialized == theirs.is_initialized
+    if ours.is_initialized:
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
 
 
 def test_growing_copies_rarely() -> None:
@@ -63,7 +67,10 @@ def test_an_emptied_layer_takes_another_number_of_rows() -> None:
     """Machine code writes to all rows, whatever the buffers have."""
     layer = GrowingLayer()
     layer.extended((1, 2, 4, 8))
-    layer.crop(-4)
+    assert layer.keys.shape[-2] == 4
+    layer.extended((1, 2, 1, 8))
+    layer.crop(-5)
+    assert layer.get_seq_length() == 0
     assert len(layer.extended((3, 2, 4, 8))[0]) == 3
 
 
