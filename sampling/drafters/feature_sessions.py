@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sampling.drafters.model import ModelDrafter
 from utils.decode.decoding import Decoding
-from utils.decode.drafts import Verified
+from utils.decode.drafts import NO_DRAFT, Draft, Verified
 from utils.decode.engine_forward import MAX_WIDTH, PREFILL_CHUNK, prefill_pass
 from utils.decode.grammar import Grammar
 from utils.decode.model_info import context_length, model_name, vocabulary_size
@@ -209,15 +209,18 @@ class HeadDrafter(ModelDrafter):
         elif self._prefilled is not None:
             self._head.add_features(self._prefilled, 0, len(self._prefilled))
 
+    def propose(self, context: list[int], count: int) -> Draft:
+        return NO_DRAFT if self._rests else super().propose(context, count)
+
     def _confidence(self, context: list[int], logits: Tensor) -> float:
         own = self._head.confidence(context)
         return super()._confidence(context, logits) if own is None else own
 
     def commit(self, context: list[int], verified: Verified) -> None:
-        # Before the new features are added: this rewind drops the entries made from the head's own states.
-        super().commit(context, verified)
         if self._rests:
             return
+        # Before the new features are added: this rewind drops the entries made from the head's own states.
+        super().commit(context, verified)
         if verified.features is None:
             raise UserError(
                 "This drafter reads the target's hidden states: open its session with features=drafter.feature_layers."
