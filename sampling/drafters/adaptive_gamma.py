@@ -114,11 +114,23 @@ class AdaptiveGamma:
 
     @property
     def never_drafts(self) -> bool:
-        """Whether reading the prompt costs more than drafts can save in the longest run, or more than they may lose,
-        which gains of another drafter may pay for.
+        """Whether nothing can be drafted in this run: reading the prompt costs more than drafts can save in the longest
+        run, or more than they may lose, which gains of another drafter may pay for, or a first draft, without which
+        there will be no evidence, is not expected to pay at either end of the run.
         """
         most = self._max_new  # drafts save less than a decode step per token
-        return self._reading >= most or (not self._shares and self._reading > LOSS * (self._prefill + most))
+        if self._reading >= most or (not self._shares and self._reading > LOSS * (self._prefill + most)):
+            return True
+        return most != inf and not self._evidence and not any(map(self._may_pay, (0, most)))
+
+    def _may_pay(self, further: float) -> bool:
+        """Whether a first draft is expected to pay after so many further tokens, whatever drafts may lose by then."""
+        here = self._costs, self._draft_cost
+        self._costs = self._table.at(self._length + int(further))
+        self._draft_cost = self._costs.draft_cost(self._kind)
+        best = max(self._values(_positions(0), is_bounded=False))
+        self._costs, self._draft_cost = here
+        return best > 0
 
     @property
     def _reading(self) -> float:
@@ -177,15 +189,15 @@ class AdaptiveGamma:
         """Of verify passes with at least this many drafts. Some kernels take longer for fewer rows."""
         return min(map(self._costs.verify_cost, range(drafts, drafts + LOOKAHEAD)))
 
-    def _values(self, buckets: Sequence[Bucket]) -> list[float]:
+    def _values(self, buckets: Sequence[Bucket], *, is_bounded: bool = True) -> list[float]:
         """The value of proposing 0, 1, ... drafts: expected tokens minus what the run generates in the same time.
 
-        It is minus infinity if they might lose too much.
+        It is minus infinity if they might lose too much, unless that is not bounded.
         """
         # E[accepted]: with one probability a for all drafts, (1 - a^(g+1)) / (1 - a) - 1 (Leviathan et al. 2023).
         tokens, reached, rate = 0.0, 1.0, self.rate
         cautious, certain = 0.0, self.probability(ANY)
-        left, reading, spare = max(1, self._max_new - self._made), self._reading, self._spare
+        left, reading, spare = max(1, self._max_new - self._made), self._reading, self._spare if is_bounded else inf
         values = [0.0]
         for count, bucket in enumerate(buckets, start=1):
             reached *= self.probability(bucket)

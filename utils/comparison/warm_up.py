@@ -24,7 +24,7 @@ from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
-DRAFTS_IN_ROUND = 2  # in rounds that are verified
+DRAFTS_IN_ROUND = 1  # in rounds that are verified
 FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
 READING_SECONDS = 0.4  # time limit for reading a longer prompt

@@ -122,6 +122,21 @@ def test_the_target_keeps_hidden_states_only_for_a_head_that_may_draft(read: dic
     assert set(asked) == {kept}
 
 
+@pytest.mark.parametrize(
+    ("draft", "longer", "never"), [(0.05, 0.05, False), (2.0, 2.0, True), (2.0, 0.05, False), (0.05, 2.0, False)]
+)
+def test_a_drafter_rests_if_its_first_draft_pays_at_neither_end_of_the_run(
+    draft: float, longer: float, never: bool
+) -> None:
+    after = Costs.of([0.05] * 8, {"drafter": longer}, length=len(PROMPT) + TOKENS)
+    costs = Costs.of([0.05] * 8, {"drafter": draft}, CHEAP, length=len(PROMPT), longer=after)
+    adaptive = AdaptiveGamma(costs, kind="drafter", max_new=TOKENS)
+    adaptive.begin(PROMPT, PROMPT)
+    assert adaptive.never_drafts is never and adaptive.continues([]) is (draft < 1)
+    adaptive.learn([("position", 0)], 1)
+    assert not adaptive.never_drafts, "there is evidence"
+
+
 @pytest.mark.parametrize(("cost", "never"), [(250.0, False), (1000.0, True)])
 def test_another_drafter_may_pay_for_reading_that_takes_less_than_the_longest_run(cost: float, never: bool) -> None:
     costs = Costs.of([0.05], {}, {"drafter": cost})

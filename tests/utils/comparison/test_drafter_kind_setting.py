@@ -198,4 +198,4 @@ def test_a_draft_costs_what_it_adds_to_a_real_round(view: Screen, monkeypatch, o
     monkeypatch.setattr(warm_up, "perf_counter", lambda: now[0])
     job = session.harness.job([0], replace(session.settings, gamma=8, length=16))
     draft, after, _ = draft_seconds(replace(job, drafter="loaded"), 1024)
-    assert draft == pytest.approx(after, rel=1e-3) == pytest.approx(15 + 50 * overhead, rel=1e-3)
+    assert draft == pytest.approx(after, rel=1e-3) == pytest.approx(15 + 100 * overhead, rel=1e-3)
