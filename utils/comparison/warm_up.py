@@ -25,6 +25,7 @@ from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
 DRAFTS_IN_ROUND = 1  # in rounds that are verified
+SLOW_STEP = 0.05  # seconds of a decode step
 FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
 READING_SECONDS = 0.4  # time limit for reading a longer prompt
@@ -90,7 +91,9 @@ def draft_seconds(job: Job, longer: int) -> tuple[float, float, float]:
     `longer` is the length of the longer text, limited to what can be read at once. 0 means no longer text.
     """
     draft, read = _timed_drafts(job, SHORT_PROMPT)
-    more = max(0.0, _seconds_in_rounds(job) - draft) if draft else 0.0
+    # In a large model, whose weights no cache holds, comparing drafts takes little time beside a decode step.
+    is_fast = job.pair.engine.step_seconds < SLOW_STEP
+    more = max(0.0, _seconds_in_rounds(job) - draft) if draft and is_fast else 0.0
     length = min(longer, int(READING_SECONDS / read)) if read else longer
     if length < 2 * SHORT_PROMPT:
         return draft + more, draft + more, read
@@ -119,7 +122,7 @@ def _seconds_in_rounds(job: Job) -> float:
     start = perf_counter()
     with suppress(UserError, StopIteration):  # the context may be short
         for turn in range(TIMED_ROUNDS):
-            next(alone)
+            next(alone)  # right after a wider pass, a step may take longer
             step, (seconds, made) = _timed(alone)[0], _timed(rounds)
             drafts, verified = watch.read(seconds).drafts, len(made.drafted)
             if turn and drafts and step and verified <= len(engine.costs):  # the first turn reads the prompt

@@ -30,7 +30,7 @@ REPEATS, FEWEST = 5, 2
 ENOUGH = 1.5  # seconds within which REPEATS must end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 COOLED = 0.05  # seconds after a wide pass in which decode steps take longer
-TOLERANCE = 1.05  # of a pass over a wider one
+TOLERANCE = 1.2  # of a pass over a wider one
 STALE = 4 / 3  # a time that has changed by more than this ratio
 CHECKED_WIDTH, CHECK_REPEATS = 5, 3
 

@@ -186,6 +186,7 @@ def test_a_draft_costs_what_it_adds_to_a_real_round(view: Screen, monkeypatch, o
     """
     session, now = open_session(view, tiny_pair(max_position_embeddings=2048)), [0.0]
     pair = session.harness.pair
+    monkeypatch.setattr(warm_up, "SLOW_STEP", 1000.0)
     pair.engine.step_seconds, pair.engine.costs = 100.0, tuple(0.1 * drafts for drafts in range(1, 17))
 
     def advance(model, args, kwargs):
