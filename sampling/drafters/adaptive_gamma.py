@@ -93,10 +93,14 @@ class AdaptiveGamma:
     def follow(self, context: Sequence[int]) -> None:
         """Start a round: what follows is decided by the costs at this context length."""
         self._length = len(context) + self._encoded
-        self._costs = self._table.at(self._length)
-        self._draft_cost = self._costs.draft_cost(self._kind)
+        self._use_costs(self._length)
         if self._rival is not None:
             self._rival.follow(context)
+
+    def _use_costs(self, length: int) -> None:
+        """Decide by the costs at this context length."""
+        self._costs = self._table.at(length)
+        self._draft_cost = self._costs.draft_cost(self._kind)
 
     def probability(self, bucket: Bucket) -> float:
         """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are
@@ -125,11 +129,9 @@ class AdaptiveGamma:
 
     def _may_pay(self, further: float) -> bool:
         """Whether a first draft is expected to pay after so many further tokens, whatever drafts may lose by then."""
-        here = self._costs, self._draft_cost
-        self._costs = self._table.at(self._length + int(further))
-        self._draft_cost = self._costs.draft_cost(self._kind)
+        self._use_costs(self._length + int(further))
         best = max(self._values(_positions(0), is_bounded=False))
-        self._costs, self._draft_cost = here
+        self._use_costs(self._length)
         return best > 0
 
     @property

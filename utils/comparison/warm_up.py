@@ -25,7 +25,7 @@ from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
 DRAFTS_IN_ROUND = 1  # in rounds that are verified
-SLOW_STEP = 0.05  # seconds of a decode step
+SLOW_STEP = 0.05  # seconds of a decode step from which no real rounds are timed
 FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
 READING_SECONDS = 0.4  # time limit for reading a longer prompt
@@ -91,7 +91,7 @@ def draft_seconds(job: Job, longer: int) -> tuple[float, float, float]:
     `longer` is the length of the longer text, limited to what can be read at once. 0 means no longer text.
     """
     draft, read = _timed_drafts(job, SHORT_PROMPT)
-    # In a large model, whose weights no cache holds, comparing drafts takes little time beside a decode step.
+    # The weights of a slow model are in no cache, and comparing drafts takes little time beside its decode steps.
     is_fast = job.pair.engine.step_seconds < SLOW_STEP
     more = max(0.0, _seconds_in_rounds(job) - draft) if draft and is_fast else 0.0
     length = min(longer, int(READING_SECONDS / read)) if read else longer

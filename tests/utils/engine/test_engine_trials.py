@@ -96,13 +96,14 @@ def layered(name: str, layers: int, width: int) -> float:
 
 
 def layered_trials(layers: int, **options: Any) -> Trials:
-    speeds = FixedSpeeds(lambda *arguments: 0.0)
-    meter = Meter(
-        lambda: speeds.now,
-        lambda part, name: LayeredProbe(speeds, name, part.config.num_hidden_layers),  # type: ignore
-    )
-    builders = {name: row(promise="") for name in LAYERED}
+    builders, meter = {name: row(promise="") for name in LAYERED}, layered_meter(LayeredProbe)
     return Trials(tiny_llama(num_hidden_layers=layers), builders, EngineWeights(), [1], meter=meter, **options)
+
+
+def layered_meter(probe: Any) -> Meter:
+    """A clock that only these probes advance."""
+    speeds = FixedSpeeds(lambda *arguments: 0.0)
+    return Meter(lambda: speeds.now, lambda part, name: probe(speeds, name, part.config.num_hidden_layers))
 
 
 @pytest.mark.parametrize(("layers", "best"), [(4, "flat"), (40, "invariant")])
@@ -197,17 +198,13 @@ def test_large_models_do_not_give_up_equal_bits_because_the_machine_is_busy(thre
 
 def busy_meter(random: Random) -> Meter:
     """On its clock every second pass takes twice as long."""
-    speeds = FixedSpeeds(lambda *arguments: 0.0)
 
     class BusyProbe(LayeredProbe):
         def forward(self, width: int) -> None:
             for _ in range(random.choice([1, 2])):
                 super().forward(width)
 
-    return Meter(
-        lambda: speeds.now,
-        lambda part, name: BusyProbe(speeds, name, part.config.num_hidden_layers),  # type: ignore
-    )
+    return layered_meter(BusyProbe)
 
 
 def test_more_threads_are_not_tried_after_a_number_that_is_clearly_slower() -> None:

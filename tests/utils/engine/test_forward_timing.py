@@ -52,9 +52,8 @@ def test_costs_are_in_decode_steps_and_linear_between_the_measured_widths() -> N
 def test_a_disturbed_pass_does_not_make_a_wider_one_look_cheaper() -> None:
     """Costs that fall are averaged with those that they fall below."""
     costs = timed_costs(TimedProbe({1: 0.02, 2: 0.028, 3: 0.022, 5: 0.03, 9: 0.026, 17: 0.04}))[1]
-    assert costs[:9] == pytest.approx([0.25, 0.25, 0.325, 0.4, 0.4, 0.4, 0.4, 0.4, 0.475]) and costs[
-        -1
-    ] == pytest.approx(1.0)
+    assert costs[:9] == pytest.approx([0.25, 0.25, 0.325, 0.4, 0.4, 0.4, 0.4, 0.4, 0.475])
+    assert costs[-1] == pytest.approx(1.0)
     costs = timed_costs(TimedProbe({1: 0.02, 2: 0.018, 3: 0.019, 5: 0.015, 9: 0.026, 17: 0.022}))[1]
     assert costs[:4] == (0.0,) * 4 and costs[7:] == pytest.approx([0.2] * 9)
     costs = timed_costs(TimedProbe({1: 0.02, 2: 0.028, 3: 0.03, 5: 0.02, 9: 0.026, 17: 0.022}))[1]
