@@ -32,6 +32,7 @@ MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
 LOSS = 0.03  # share of a run's time by the target alone that drafts may lose
 EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
+COST_STEP = 32  # tokens of context for which the same costs hold, because interpolating them takes time in each round
 ANY: Bucket = ("any", 0)
 
 
@@ -78,6 +79,7 @@ class AdaptiveGamma:
             rival._shares = True
         self._table, self._costs, self._draft_cost, self._block = costs, costs, costs.draft_cost(kind), block
         self._kind, self._max_new = kind, max_new
+        self._costs_length = -1  # context length of the costs in use
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
         self._origin = 0  # context length at which the new tokens begin
         self._prompt = self._encoded = 0  # tokens of the prompt, and of them in an encoder
@@ -98,8 +100,11 @@ class AdaptiveGamma:
             self._rival.follow(context)
 
     def _use_costs(self, length: int) -> None:
-        """Decide by the costs at this context length."""
-        self._costs = self._table.at(length)
+        """Decide by the costs at about this context length."""
+        length -= length % COST_STEP
+        if length == self._costs_length:
+            return
+        self._costs, self._costs_length = self._table.at(length), length
         self._draft_cost = self._costs.draft_cost(self._kind)
 
     def probability(self, bucket: Bucket) -> float:
@@ -164,6 +169,8 @@ class AdaptiveGamma:
 
     def best(self, buckets: Sequence[Bucket]) -> int:
         """How many of these drafts, all of them available, to propose."""
+        if not buckets:
+            return 0
         values = self._values(buckets)
         if self._rival is not None:
             values[0] = max(self._rival._values(_positions(0)))
@@ -200,6 +207,8 @@ class AdaptiveGamma:
         tokens, reached, rate = 0.0, 1.0, self.rate
         cautious, certain = 0.0, self.probability(ANY)
         left, reading, spare = max(1, self._max_new - self._made), self._reading, self._spare if is_bounded else inf
+        if reading - certain / (1 - certain) > spare:  # too much for any number of drafts
+            return [0.0] + [-inf] * len(buckets)
         values = [0.0]
         for count, bucket in enumerate(buckets, start=1):
             reached *= self.probability(bucket)

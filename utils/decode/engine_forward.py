@@ -3,10 +3,11 @@
 An engine sets `model.forward` on the instance to an EngineForward, so that every caller of `model(...)` uses it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +24,26 @@ SESSION_ARGUMENTS = frozenset(
 _prefill: ContextVar[bool] = ContextVar("prefill", default=False)
 
 
-@runtime_checkable
-class EngineForward(Protocol):
-    """What an engine sets as `model.forward`. It takes the arguments of a transformers decoder's forward."""
+class EngineForward(ABC):
+    """What an engine sets as `model.forward`. It takes the arguments of a transformers decoder's forward.
 
+    features: hidden states of the last pass (B, T, F), side by side in the order of `feature_pass`. None if the pass
+    was not marked, or if transformers computed it.
+    """
+
+    features: Tensor | None
+
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return an output with logits, past_key_values and, if requested, hidden_states."""
 
+    @abstractmethod
     def new_cache(self) -> Any:
         """Return an empty cache for one run, with the methods of transformers' DynamicCache that sessions use. None
         stands for the cache that the model would have without the engine.
         """
 
+    @abstractmethod
     def for_cut(self, cut: Any) -> "EngineForward":
         """Return the forward pass of a model that is made of the first layers of the engine's model."""
 
@@ -119,20 +128,19 @@ def in_prefill() -> bool:
     return _prefill.get()
 
 
-_read_states: ContextVar[frozenset[int] | None] = ContextVar("read_states", default=None)
+_features: ContextVar[tuple[int, ...]] = ContextVar("features", default=())
 
 
-def only_states(layers: frozenset[int]) -> AbstractContextManager[None]:
+def feature_pass(layers: tuple[int, ...]) -> AbstractContextManager[None]:
     """Mark the passes in this block: of their hidden states only those of these layers are read, numbered as in
-    transformers, and layers + 1 for the input of the final norm. An engine may leave the others out.
+    transformers, and layers + 1 for the input of the final norm. An engine returns them as its `features`.
     """
-    return _within(_read_states, layers)
+    return _within(_features, layers)
 
 
-def is_read(layer: int) -> bool:
-    """Whether the hidden state of a layer is read in the current pass."""
-    layers = _read_states.get()
-    return layers is None or layer in layers
+def read_features() -> tuple[int, ...]:
+    """The layers whose hidden states are read in the current pass. None are named if it is not marked."""
+    return _features.get()
 
 
 ReadingReport = Callable[[int, int], None]  # receives the number of read tokens of a prompt, and the number of all

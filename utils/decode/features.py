@@ -6,13 +6,13 @@ return.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from utils.decode.engine_forward import engine_forward, only_states
+from utils.decode.engine_forward import engine_forward, feature_pass
 from utils.errors import UserError
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")  # names in transformers' decoders
@@ -32,32 +32,33 @@ class FeatureReader:
         if unknown is not None:
             raise UserError(f"The target has {count} layers: {unknown} is not one of its hidden states.")
         self._model, self._count, self._layers = model, count, tuple(layers)
-        self._read = frozenset(layer % (count + 1) if layer <= count else layer for layer in layers)
+        self._numbers = tuple(layer % (count + 1) if layer <= count else layer for layer in layers)
         self._norm = final_norm(model) if count + 1 in layers else None
         self._unnormed: Tensor | None = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Keep the input of the final norm while the model runs in this block."""
+    def watching(self) -> AbstractContextManager[None]:
+        """Mark the passes in this block, and keep the input of the final norm if it is read."""
         self._unnormed = None
-        # Passes that transformers computes run the norm, and those of an engine return its input themselves.
-        with only_states(self._read), self._norm.register_forward_pre_hook(self._keep) if self._norm else nullcontext():
+        return feature_pass(self._numbers) if self._norm is None else self._watching_norm(self._norm)
+
+    @contextmanager
+    def _watching_norm(self, norm: nn.Module) -> Iterator[None]:
+        # Only passes that transformers computes run the norm.
+        with feature_pass(self._numbers), norm.register_forward_pre_hook(self._keep):
             yield
 
     def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._unnormed = inputs[0]
 
     def features(self, output: Any) -> Tensor:
-        """The features (B, T, F) of a forward pass that returned its hidden states."""
-        return torch.cat([self._state(output, layer) for layer in self._layers], dim=-1)
+        """The features (B, T, F) of a forward pass that was watched and returned its hidden states."""
+        own: Tensor | None = getattr(engine_forward(self._model), "features", None)
+        return torch.cat([self._state(output, layer) for layer in self._numbers], dim=-1) if own is None else own
 
     def _state(self, output: Any, layer: int) -> Tensor:
         if layer <= self._count:
             state: Tensor = output.hidden_states[layer]
             return state
-        own: Tensor | None = getattr(engine_forward(self._model), "unnormed", None)
-        if own is not None:
-            return own
         if self._unnormed is None:
             raise UserError("This engine does not return hidden states before the final norm: use /engine plain.")
         return self._unnormed.view(output.hidden_states[-1].shape)

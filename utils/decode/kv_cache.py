@@ -15,10 +15,15 @@ MIN_SPARE = 256  # positions
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, heads, length, D) as views of larger buffers. Row selection and copying are inherited."""
+    """Keys and values (B, heads, length, D) as views of larger buffers. Row selection and copying are inherited.
+
+    memory: an object that stands for these buffers. Others, also those of a deep copy, have another one.
+    """
 
     _layer_type = None  # keeps transformers from registering this class for all models
+    memory: object = None
     _buffers: tuple[Tensor, ...] = ()
+    _size = 0, 0, 0  # of the buffers: B, heads, capacity
     # Positions that `extended` has added, if the views do not have them yet. Views take time in every layer of every
     # pass, and machine code does not need them.
     _pending = 0
@@ -80,9 +85,11 @@ class GrowingLayer(DynamicLayer):
         """Append new positions (B, heads, count, D), float32, that the caller fills. Returns the buffers
         (B, heads, capacity, D).
         """
-        length = self.get_seq_length()
+        length, (batch, heads, capacity) = self.get_seq_length(), self._size
         end = length + shape[2]
-        if not self._fits(length, end, torch.float32) or self._buffers[0].shape[:2] != shape[:2]:
+        has_room = shape[:2] == (batch, heads) and end <= capacity
+        # Positions that `extended` has added are float32 in these buffers.
+        if not has_room or not (self._pending or self._fits(length, end, torch.float32)):
             template = torch.empty(shape, dtype=torch.float32, device="cpu")
             if not self.is_initialized:
                 self.lazy_initialization(template, template)
@@ -96,7 +103,7 @@ class GrowingLayer(DynamicLayer):
         """
         if not self._buffers or end > self._buffers[0].shape[-2] or self._buffers[0].dtype != dtype:
             return False
-        return bool(self._pending) or length == 0 or self.keys.data_ptr() == self._buffers[0].data_ptr()
+        return length == 0 or self.keys.data_ptr() == self._buffers[0].data_ptr()
 
     def _reallocate(self, length: int, capacity: int, new: tuple[Tensor, Tensor]) -> None:
         """Copy into buffers of this capacity, with the other dimensions of the new states."""
@@ -104,7 +111,8 @@ class GrowingLayer(DynamicLayer):
         if length:
             for buffer, part in zip(buffers, (self.keys, self.values), strict=True):
                 buffer[..., :length, :] = part
-        self._buffers = buffers
+        self._buffers, self.memory = buffers, object()
+        self._size = buffers[0].shape[0], buffers[0].shape[1], capacity
 
     def reset(self) -> None:
         """Forget everything, including the buffers."""

@@ -1,6 +1,6 @@
 """All layers of a decoder as one list of jobs in machine code, for one number of rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from utils.engine.decoder_spec import DecoderSpec, LayerSpec, Linear, Norm
 from utils.engine.machine_code import WORKERS, floats, job_list, words
 
 Product = Sequence[CompiledKernel]  # with the same input, whose outputs lie side by side
+_PAST = list(layers.CACHE).index("past")
 TABLE_STEP = 64  # rotary tables hold a multiple of this number of positions
 
 
@@ -49,9 +50,8 @@ class Buffers:
     """What the programs of a decoder write, one after the other, for up to so many rows. Memory of rows that no pass
     has is reserved, but never used.
 
-    states: (layers + 1, rows, hidden), the input of each layer and the output of the last one; without `keeps` one
-    state that every layer changes. normed: of the last one, (rows, hidden). others: further products that use scratch
-    memory.
+    states: (1 + kept, rows, hidden), one that the layers change in place, and those that are kept. normed: the output
+    of the final norm, (rows, hidden). others: further products that use scratch memory.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Buffers:
         products: Sequence[LayerProducts],
         rows: int,
         *,
-        keeps: bool,
+        kept: int = 0,
         others: Sequence[Product] = (),
     ) -> None:
         def widest(parts: Iterable[int]) -> Tensor:
             return floats(rows, max(parts, default=1))
 
-        self.rows, self.keeps = rows, keeps
-        self.states = floats(len(products) + 1 if keeps else 1, rows, spec.hidden_size)
+        self.rows, self.kept = rows, kept
+        self.states = floats(1 + kept, rows, spec.hidden_size)
         self.normed, self.hidden = floats(2, rows, spec.hidden_size)
         self.qkv = widest(_width(layer.qkv) for layer in products)
         self.attended = floats(rows, spec.heads * spec.head_dim)
@@ -80,7 +80,11 @@ class Buffers:
 
 
 class DecoderProgram:
-    """The layers for rows (batch * count). Other programs overwrite the same buffers."""
+    """The layers for rows (batch * count). Other programs overwrite the same buffers.
+
+    states: the input of each layer and the output of the last one, each (rows, hidden). After a run only those in
+    `kept` are what they are called, because a layer whose output is not kept changes its input.
+    """
 
     def __init__(
         self,
@@ -90,16 +94,18 @@ class DecoderProgram:
         *,
         batch: int,
         count: int,
-        keeps: bool,
+        kept: Collection[int] = (),
     ) -> None:
         self._spec, self._own_products, self._batch, self._count, rows = spec, products, batch, count, batch * count
-        self.states = buffers.states[: len(products) + 1 if keeps else 1, :rows]
+        own = iter(buffers.states[1:, :rows])
+        self.states = [next(own) if number in kept else buffers.states[0, :rows] for number in range(len(products) + 1)]
         self.normed, self.qkv, self.attended = buffers.normed[:rows], buffers.qkv[:rows], buffers.attended[:rows]
         self._hidden, self._change = buffers.hidden[:rows], buffers.change[:rows]
         self._gates, self._mixed, self._scratch = buffers.gates[:rows], buffers.mixed[:rows], buffers.scratch
         self._tables = buffers.tables[:, :, :rows].unflatten(2, (batch, count))
         self._jobs: list[tuple[int, Any, int]] = []
         self._caches: list[list[tuple[Any, Any]]] = []  # arguments of stores and attention by layer and sequence
+        self._memories: list[object] = [None] * len(products)  # that these arguments name
         self._last_attention = 0  # its first job
         self._add_jobs()
         self._list, _ = job_list(self._jobs)
@@ -108,12 +114,17 @@ class DecoderProgram:
         """Let the rows follow `past` positions, which the layers have in these caches."""
         self._tables.copy_(rotary.rows(past, past + self._count).unsqueeze(2))
         heads = self._batch, self._spec.kv_heads, self._count, self._spec.head_dim
-        for own, cache in zip(self._caches, caches, strict=False):  # a cut of the first layers may have a whole cache
+        # A cut of the first layers may have a whole cache.
+        for index, (own, cache) in enumerate(zip(self._caches, caches, strict=False)):
             keys, values = cache.extended(heads)  # (batch, groups, capacity, D)
-            start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
+            if cache.memory is not self._memories[index]:
+                self._memories[index] = cache.memory
+                start, other, step, stride = keys.data_ptr(), values.data_ptr(), 4 * keys.stride(0), keys.stride(1)
+                for store, attend in own:
+                    store[:_PAST] = attend[:_PAST] = start, other, stride
+                    start, other = start + step, other + step
             for store, attend in own:
-                store[: len(layers.CACHE)] = attend[: len(layers.CACHE)] = start, other, stride, past
-                start, other = start + step, other + step
+                store[_PAST] = attend[_PAST] = past
 
     def run(self, *, fills: bool = False) -> None:
         """Compute all layers. fills: only what the caches need, without the attention of the last layer."""
@@ -125,8 +136,7 @@ class DecoderProgram:
 
     def _add_jobs(self) -> None:
         for index, (layer, own) in enumerate(zip(self._spec.layers, self._own_products, strict=True)):
-            x = self.states[min(index, len(self.states) - 1)]
-            after = self.states[min(index + 1, len(self.states) - 1)]
+            x, after = self.states[index : index + 2]
             self._add_layer(layer, own, self._norm(layer.input_norm, x, self._hidden), x=x, after=after)
         self._norm(self._spec.final_norm, self.states[-1], self.normed)
 

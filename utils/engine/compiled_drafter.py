@@ -24,7 +24,7 @@ class DraftProgram(DecoderProgram):
         self._draft, self._products = spec, products
         self.tokens, self._joined = floats(count, size), floats(count, 2 * size)
         self.logits = floats(1, products.head[0].width)
-        super().__init__(spec.decoder, products.layers, buffers, batch=1, count=count, keeps=False)
+        super().__init__(spec.decoder, products.layers, buffers, batch=1, count=count)
 
     def _add_jobs(self) -> None:
         x, attending = self.states[0], iter(zip(self._spec.layers, self._products.layers, strict=True))
@@ -68,7 +68,7 @@ class CompiledDrafter(CompiledEntries):
         self._rotary = RotaryTables(spec)
         with torch.inference_mode(False):  # passes in other modes write them as well
             others = [products.head, *filter(None, products.mixtures)]
-            self._buffers = Buffers(spec, products.layers, MAX_WIDTH, keeps=False, others=others)
+            self._buffers = Buffers(spec, products.layers, MAX_WIDTH, others=others)
         self._programs: dict[tuple[int, Any], DraftProgram] = {}
 
     def __call__(self, states: Tensor, tokens: Tensor, first: int, cache: Any) -> tuple[Tensor, Tensor]:

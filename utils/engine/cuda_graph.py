@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import MAX_WIDTH, EngineForward, is_plain_call, is_read
+from utils.decode.engine_forward import MAX_WIDTH, EngineForward, is_plain_call, read_features
 from utils.decode.features import final_norm
 from utils.decode.logit_drift import logits_by_width
 from utils.decode.model_info import context_length
@@ -83,7 +83,7 @@ class GraphForward(Replays, EngineForward):
         self._takes_positions = "position_ids" in self.__signature__.parameters
         self._kinds = set[tuple[int, bool]]()  # width and hidden states of recorded passes
         self._cuts = WeakSet[GraphForward]()
-        self.unnormed: Tensor | None = None  # the input of the final norm, if the last pass was not by transformers
+        self.features: Tensor | None = None
         self._final_norm: nn.Module | None = None
         with suppress(UserError):
             self._final_norm = final_norm(model)
@@ -111,7 +111,7 @@ class GraphForward(Replays, EngineForward):
             cut.prepare(first, last)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.unnormed = None
+        self.features = None
         output = None if args else self._computed(kwargs)
         return self.original(*args, **kwargs) if output is None else output
 
@@ -128,24 +128,26 @@ class GraphForward(Replays, EngineForward):
         if slot is None or len(ids) > 1 or not is_plain_call(kwargs):
             return None
         hidden, keep = bool(kwargs.get("output_hidden_states")), kwargs.get("logits_to_keep", 0)
+        layers = read_features() if hidden else ()
         # transformers fills an empty cache even for a short prompt, since a new slot has no buffers to record on.
         if fits and (length or self.decoder is not None):
             slot.position.fill_(length)  # a kernel with an immediate value: nothing is uploaded
             logits, *states = self._replayed(*self._recording(slot, ids[0], (width, hidden)))
             # Copies, because the next replay overwrites the outputs.
-            logits, unread = logits[:, :count][:, -keep:].clone(), logits[:, :0]
-            states = [state[:, :count].clone() if is_read(layer) else unread for layer, state in enumerate(states)]
+            logits = logits[:, :count][:, -keep:].clone()
+            states = [state[:, :count] if layers else state[:, :count].clone() for state in states]
         elif self.decoder is not None and count <= MAX_WIDTH:
             slot.position.fill_(length)
             logits, *states = self.decoder.pass_over(slot, ids, hidden=hidden, keep=keep)()
         else:
             return None
         cache.advance(count)
-        self.unnormed = states.pop() if len(states) > self._layers + 1 else None
+        if layers and max(layers) < len(states):
+            self.features = torch.cat([states[layer] for layer in layers], dim=-1)
         return CausalLMOutputWithPast(
             logits=cast(torch.FloatTensor, logits),
             past_key_values=cache,
-            hidden_states=cast(Any, tuple(states) if hidden else None),
+            hidden_states=cast(Any, tuple(states[: self._layers + 1]) if hidden else None),
         )
 
     def _recording(self, slot: Slot, ids: Tensor, kind: tuple[int, bool]) -> Recording:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from utils.decode.engine_forward import PREFILL_CHUNK, EngineForward, in_prefill, is_plain_call, is_read
+from utils.decode.engine_forward import PREFILL_CHUNK, EngineForward, in_prefill, is_plain_call, read_features
 from utils.decode.kv_cache import GrowingLayer, new_cache
 from utils.engine.compiled_decoder import Buffers, DecoderProgram, LayerProducts, RotaryTables
 from utils.engine.compiled_products import CompiledKernel
@@ -38,29 +38,31 @@ class LeanDecoder(EngineForward):
         self._spec, self._products, self._head = spec, list(products), head
         self._config, self._original = model.config, model.forward
         self.__signature__ = inspect.signature(model.forward)  # sessions look for arguments that the model takes
-        self.unnormed: Tensor | None = None  # the input of the final norm, of the last pass that returned all states
+        self.features: Tensor | None = None
         self.rotary = RotaryTables(spec)
         self._buffers: Buffers | None = None
-        self._programs: dict[tuple[int, int, bool], DecoderProgram] = {}
+        self._programs: dict[tuple[int, int, frozenset[int]], DecoderProgram] = {}
 
     def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """ids (B, T) -> logits (B, logits_to_keep or T, V), float32. A prefill has no logits: (B, 0, V)."""
         cache = kwargs.get("past_key_values")
+        self.features = None
         if input_ids is None or not is_plain_call(kwargs) or not self._takes(cache):
-            self.unnormed = None
             return self._original(input_ids=input_ids, **kwargs)
-        every = bool(kwargs.get("output_hidden_states"))
         cache = self.new_cache() if cache is None else cache
+        hidden, every, dtype = None, range(len(self._spec.layers) + 1), self._spec.embedding.dtype
+        layers = (read_features() or every) if kwargs.get("output_hidden_states") else ()
         with WORKERS.lock:  # programs share buffers
-            states = self._layers(input_ids, cache, every=every)
-        logits = self._logits(states[-1], kwargs.get("logits_to_keep", 0))
-        if every and (dtype := self._spec.embedding.dtype) != torch.float32:  # in the format of the drafters
-            states = [state.to(dtype) for state in states]
-        self.unnormed = states.pop(-2) if every else None
+            normed, states = self._states(input_ids, cache, layers)
+            # Both in the format of the drafters.
+            if layers == every:
+                hidden = tuple(state.to(dtype, copy=True) for state in states)
+            elif layers:
+                self.features = torch.cat(states, dim=-1).to(dtype)
         return CausalLMOutputWithPast(
-            logits=logits,
+            logits=self._logits(normed, kwargs.get("logits_to_keep", 0)),
             past_key_values=cache if kwargs.get("use_cache") in (None, True) else None,
-            hidden_states=tuple(states) if every else None,
+            hidden_states=hidden,
         )
 
     def new_cache(self) -> DynamicCache:
@@ -84,38 +86,36 @@ class LeanDecoder(EngineForward):
         layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
         return len(cache.layers) == len(layers) >= max(1, len(self._spec.layers))
 
-    def _layers(self, ids: Tensor, cache: Any, *, every: bool) -> list[Tensor]:
-        """The states (B, T, hidden): after the final norm, and all before it if `every`, empty if they are not read.
+    def _states(self, ids: Tensor, cache: Any, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """The output of the final norm (B, T, hidden), and the hidden states of these layers, which the next pass
+        overwrites.
 
-        A prefill without `every` only fills the cache: the last state is none of the model's.
+        A prefill in which the last layer's is not among them only fills the cache: then the output is none of the
+        model's.
         """
-        spec, (batch, count) = self._spec, ids.shape
-        program, past = self._program(batch, count, keeps=every), cache.get_seq_length()
+        spec, (batch, count), depth = self._spec, ids.shape, len(self._spec.layers)
+        # Numbered as in transformers, where the last one is the output of the final norm. Its input follows here.
+        kept = {layer: min(layer, depth) for layer in layers if layer != depth}
+        program, past = self._program(batch, count, frozenset(kept.values())), cache.get_seq_length()
         x = embedded(ids, spec.embedding).reshape(batch * count, -1).float()
         torch.mul(x, spec.embedding_scale, out=program.states[0])
         program.follow(past, self.rotary, cache.layers)
-        program.run(fills=in_prefill() and not every)
-        # Numbered as in transformers, which does not have the last one, the input of the final norm.
-        numbers = [*range(len(spec.layers)), len(spec.layers) + 1] if every else []
-        nothing, kept = program.normed[:0], (batch, count, -1)
-        states = [
-            program.states[index].clone().view(kept) if is_read(number) else nothing
-            for index, number in enumerate(numbers)
-        ]
-        return [*states, program.normed.clone().view(kept)]
+        program.run(fills=in_prefill() and max(layers, default=0) < depth)
+        normed = program.normed.clone().view(batch, count, -1)
+        return normed, [program.states[kept[n]].view(batch, count, -1) if n in kept else normed for n in layers]
 
-    def _program(self, batch: int, count: int, *, keeps: bool) -> DecoderProgram:
-        """A program for these rows."""
-        key, rows, buffers = (batch, count, keeps), batch * count, self._buffers
+    def _program(self, batch: int, count: int, kept: frozenset[int] = frozenset()) -> DecoderProgram:
+        """A program for these rows that keeps these states."""
+        key, rows, buffers = (batch, count, kept), batch * count, self._buffers
         program = self._programs.pop(key, None)
         if program is None:
-            if buffers is None or rows > buffers.rows or keeps > buffers.keeps:
+            if buffers is None or rows > buffers.rows or len(kept) > buffers.kept:
                 self._programs = {}
-                rows, keeps_all = max(rows, PREFILL_CHUNK), keeps or (buffers is not None and buffers.keeps)
+                rows, states = max(rows, PREFILL_CHUNK), max(len(kept), 0 if buffers is None else buffers.kept)
                 buffers = self._buffers = None  # freed before the next ones are made
                 with torch.inference_mode(False):  # passes in other modes write them as well
-                    buffers = self._buffers = Buffers(self._spec, self._products, rows, keeps=keeps_all)
-            program = DecoderProgram(self._spec, self._products, buffers, batch=batch, count=count, keeps=keeps)
+                    buffers = self._buffers = Buffers(self._spec, self._products, rows, kept=states)
+            program = DecoderProgram(self._spec, self._products, buffers, batch=batch, count=count, kept=kept)
         self._programs[key] = program  # at the end, so that the first one was not used for the longest time
         if len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]

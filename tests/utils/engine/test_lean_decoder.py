@@ -43,6 +43,7 @@ def lean_model(name: str = "qwen3") -> Any:
 def test_the_hidden_states_are_those_of_transformers() -> None:
     plain, lean, ids = tiny_model("qwen3"), lean_model(), torch.tensor([IDS[:20], IDS[30:50]])
     expected, found = (model(input_ids=ids, output_hidden_states=True).hidden_states for model in (plain, lean))
+    lean(input_ids=ids.flip(0), output_hidden_states=True)  # overwrites its buffers
     assert len(found) == len(expected)
     assert all(torch.allclose(own, other, atol=1e-4) for own, other in zip(found, expected, strict=True))
 
@@ -86,7 +87,7 @@ def test_the_prefill_of_a_long_prompt_does_not_depend_on_the_rows_that_follow(ke
     assert torch.equal(rows_after(model, keep), alone.feed(IDS[:101], keep=1))
 
 
-@pytest.mark.parametrize("features", [(), (1, -1, 4)])  # 4: before the final norm
+@pytest.mark.parametrize("features", [(), (2, 0, 1), (1, -1), (1, -1, 4), (4,)])  # 4: before the final norm
 @pytest.mark.parametrize("length", [97, 118])  # of the last chunk: 1 row, 22 rows
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
@@ -104,11 +105,11 @@ def test_a_prefill_in_chunks_has_the_logits_and_states_of_transformers(
 
 def test_programs_of_verify_passes_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building one takes as long as a quarter of a pass, and a run uses many widths, with and without states."""
-    built, models, make = list[tuple[int, bool]](), [tiny_model("llama")], lean_decoder.DecoderProgram
+    built, models, make = list[tuple[int, int]](), [tiny_model("llama")], lean_decoder.DecoderProgram
     monkeypatch.setattr(
         lean_decoder,
         "DecoderProgram",
-        lambda *args, **kind: (built.append((kind["count"], kind["keeps"])), make(*args, **kind))[1],
+        lambda *args, **kind: (built.append((kind["count"], len(kind["kept"]))), make(*args, **kind))[1],
     )
     InvariantEngine(models, [], AS_LOADED).install()
     for features in ((), (1,)):
@@ -147,7 +148,7 @@ def test_programs_of_all_widths_share_their_buffers(monkeypatch: pytest.MonkeyPa
         assert torch.allclose(found, expected, atol=1e-4), first
         buffers = forward._buffers
         assert {program.qkv.data_ptr() for program in forward._programs.values()} == {buffers.qkv.data_ptr()}
-    assert buffers.rows == 30 and buffers.keeps and len(forward._programs) == 3
+    assert buffers.rows == 30 and buffers.kept and len(forward._programs) == 3
     states, reference = (own.take_features() for own in (session, plain))
     assert states is not None and torch.allclose(states, reference, atol=1e-4)
     assert torch.allclose(
@@ -162,7 +163,7 @@ def test_buffers_do_not_depend_on_the_mode_in_which_they_are_made(mode: Callable
     InvariantEngine([model], [], AS_LOADED).install()
     program = engine_forward(model)._program
     with mode():
-        first = program(1, 20, keeps=False).qkv
+        first = program(1, 20).qkv
     assert (first.dtype, first.device.type, first.is_inference()) == (torch.float32, "cpu", False)
     with torch.no_grad():
         assert torch.allclose(model(input_ids=ids).logits, tiny_model("qwen3")(input_ids=ids).logits, atol=1e-4)
