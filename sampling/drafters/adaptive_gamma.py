@@ -6,9 +6,9 @@ table. Clocks play no part: the same run drafts the same. No rule is biased by t
 depends on earlier drafts and on distributions, never on the token that would be drawn. (Dropping a drawn draft
 because it looks unlikely would bias the output.)
 
-A run must not become noticeably slower than the target alone, so what drafts may lose is bounded: by a small share of
-the run so far, its prompt included, and by what earlier drafts have gained. The first draft has to pay for reading the
-prompt as well; until then the drafter computes nothing.
+A run must not become noticeably slower than the target alone. Therefore drafts have to gain clearly more than nothing,
+and what they may lose is bounded: by a small share of the run so far, its prompt included, and by what earlier drafts
+have gained. The first draft has to pay for reading the prompt as well; until then the drafter computes nothing.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
 LOSS = 0.03  # share of a run's time by the target alone that drafts may lose
+MARGIN = 0.1  # tokens that drafts must gain in a round, because measured costs are not exact
 EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
 COST_STEP = 32  # tokens of context for which the same costs hold, because interpolating them takes time in each round
 ANY: Bucket = ("any", 0)
@@ -216,7 +217,7 @@ class AdaptiveGamma:
             cautious += certain**count
             cost = self.cost(count)
             # Reading is spread over the rounds that remain.
-            value = tokens - rate * (cost + reading * (1 + tokens) / left)
+            value = tokens - MARGIN - rate * (cost + reading * (1 + tokens) / left)
             values.append(value if cost + reading - cautious <= spare else -inf)
         return values
 

@@ -23,7 +23,7 @@ from utils.metrics.costs import Costs
 
 START, GAMMA = 0, 4
 SIZES = [(3, 3), (2, 4)]  # (vocabulary size, number of new tokens)
-COSTS = Costs((0.3, 0.35, 0.4, 0.45))
+COSTS = Costs((0.2, 0.25, 0.3, 0.35))
 
 
 def run(make, rule, size, length, noise):
@@ -55,7 +55,7 @@ def suffix_chain(plan, target):
 def rival_chain(plan, target):
     """Each round belongs to the drafter that has gained more in earlier ones."""
     costs = Costs((0.1, 0.15, 0.2, 0.25))
-    rival = drafting_gamma(costs, 0.45)
+    rival = drafting_gamma(costs, 0.35)
     first = MatchDrafter(SuffixAutomaton(), adaptive=AdaptiveGamma(costs, rival=rival))
     return ChainDrafter(first, adaptive(plan, target, gamma=rival), kinds=("suffix", "model"))
 

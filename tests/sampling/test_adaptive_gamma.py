@@ -17,7 +17,7 @@ from sampling import (
     autoregressive_steps,
     speculative_steps,
 )
-from sampling.drafters.adaptive_gamma import ThroughputEstimate
+from sampling.drafters.adaptive_gamma import MARGIN, ThroughputEstimate
 from utils.bounds import RULES as RULE_NAMES
 from utils.decode.decoding import Decoding
 from utils.decode.drafts import Verified
@@ -34,12 +34,14 @@ def matches(*lengths):
 
 
 def value(adaptive, buckets):
-    """Expected tokens of drafts in these buckets, minus what the run generates in the time that they add."""
+    """Expected tokens of drafts in these buckets, minus what they must gain at least, and minus what the run generates
+    in the time that they add.
+    """
     tokens, reached = 0.0, 1.0
     for bucket in buckets:
         reached *= adaptive.probability(bucket)
         tokens += reached
-    return tokens - adaptive.rate * adaptive.cost(len(buckets))
+    return tokens - MARGIN * bool(buckets) - adaptive.rate * adaptive.cost(len(buckets))
 
 
 @pytest.mark.parametrize("costs", [EXPENSIVE, CHEAP, Costs((0.3,))])

@@ -25,6 +25,8 @@ from utils.pairs.drafter_kinds import NGRAM, drafter_kind, drafter_label
 TIMED_TOKENS = 64  # tokens of a run that times a drafter
 TIMED_DRAFTS, TIMED_ROUNDS = 3, 10  # drafts of a typical round
 DRAFTS_IN_ROUND = 1  # in rounds that are verified
+BLOCKS, IN_BLOCK = 12, 4  # of such rounds, and of decode steps in between
+ENOUGH_ROUNDS = 0.8  # seconds after which no further block begins
 SLOW_STEP = 0.05  # seconds of a decode step from which no real rounds are timed
 FEWEST_ROUNDS, ENOUGH = 4, 0.3  # enough rounds, if they take this many seconds
 SHORT_PROMPT = 32
@@ -105,8 +107,8 @@ def draft_seconds(job: Job, longer: int) -> tuple[float, float, float]:
 def _seconds_in_rounds(job: Job) -> float:
     """The median seconds that a draft adds to a real round beyond the measured verify pass. 0 if nothing is drafted.
 
-    Drafter and target push each other's weights out of the processor's caches, and drafts have to be compared. Rounds
-    are compared with decode steps in between, since the machine may be faster or slower than when those were measured.
+    Drafter and target push each other's weights out of the processor's caches, and drafts have to be compared. Blocks
+    of rounds and of decode steps take turns, since the machine may be faster or slower than when those were measured.
     """
     watch, engine = Stopwatch(), job.pair.engine
     bound = context_length(job.pair.target) or Limits().context
@@ -121,14 +123,16 @@ def _seconds_in_rounds(job: Job) -> float:
     added: list[float] = []
     start = perf_counter()
     with suppress(UserError, StopIteration):  # the context may be short
-        for turn in range(TIMED_ROUNDS):
-            next(alone)  # right after a wider pass, a step may take longer
-            step, (seconds, made) = _timed(alone)[0], _timed(rounds)
-            drafts, verified = watch.read(seconds).drafts, len(made.drafted)
-            if turn and drafts and step and verified <= len(engine.costs):  # the first turn reads the prompt
-                verifying = 1 + (engine.costs[verified - 1] if verified else 0.0)
-                added.append(engine.step_seconds * (seconds / step - verifying) / drafts)
-            if len(added) >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH:
+        for block in range(BLOCKS):
+            step = median([_timed(alone)[0] for _ in range(IN_BLOCK)][1:])  # the first may take longer after a round
+            for index in range(IN_BLOCK):
+                seconds, made = _timed(rounds)
+                drafts, verified = watch.read(seconds).drafts, len(made.drafted)
+                # The first block reads the prompt.
+                if block and index and drafts and step and verified <= len(engine.costs):
+                    verifying = 1 + (engine.costs[verified - 1] if verified else 0.0)
+                    added.append(engine.step_seconds * (seconds / step - verifying) / drafts)
+            if len(added) >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH_ROUNDS:
                 break
     return median(added) if len(added) >= FEWEST_ROUNDS else 0.0
 

@@ -26,7 +26,7 @@ READ = 4  # of these that are computed; the others are copies
 WIDTHS = (1, 2, 3, 5, 9, 17)
 WIDE = 9
 LONG_WIDTHS = (1, WIDE)  # in the longer context: what attention adds grows evenly with the width
-REPEATS, FEWEST = 5, 2
+REPEATS, FEWEST = 11, 2
 ENOUGH = 1.5  # seconds within which REPEATS must end
 SLOW_STEP = 0.1  # seconds of a decode step from which the widest pass is left out
 COOLED = 0.05  # seconds after a wide pass in which decode steps take longer
@@ -165,8 +165,9 @@ def width_seconds(
     least FEWEST, and all if the machine seems to be busy.
     """
     times: dict[int, list[float]] = {width: [] for width in widths}
+    begin = perf_counter()
     for repeat in range(repeats):
-        takes_long = repeat >= FEWEST and sum(map(sum, times.values())) * (repeat + 1) / repeat > enough
+        takes_long = repeat >= FEWEST and (perf_counter() - begin) * (repeat + 1) / repeat > enough
         if takes_long and not _is_disturbed(times):
             break
         report(f"measuring verify passes: round {repeat + 1} of {repeats}")

@@ -75,11 +75,11 @@ def test_the_rounds_of_every_gamma_are_those_of_real_runs(
     "drawn",
     [
         pytest.param({}, id="greedy", marks=pytest.mark.full),
-        pytest.param({"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 3}, id="coupled"),
+        pytest.param({"processor": ProcessorSpec(0.8), "verify": "coupled", "seed": 7}, id="coupled"),
     ],
 )
 def test_computed_drafts_are_counted_as_in_real_runs(drawn: dict[str, Any]) -> None:
-    expensive = Costs(tuple(0.3 * width for width in range(1, 9)), COSTS.draft)
+    expensive = Costs(tuple(0.15 * width for width in range(1, 9)), COSTS.draft)
     settings = Settings(length=14, costs=expensive, **drawn)
     text = tokens_of(strategy_of("lookup", pair("model")).steps(fresh("model", replace(settings, gamma=0))))
     chosen = [strategy_of(word, pair("model")) for word in WORDS]
