@@ -139,7 +139,7 @@ def feature_pass(layers: tuple[int, ...]) -> AbstractContextManager[None]:
 
 
 def read_features() -> tuple[int, ...]:
-    """The layers whose hidden states are read in the current pass. None are named if it is not marked."""
+    """The layers of `feature_pass`. Empty if the current pass is not marked."""
     return _features.get()
 
 

@@ -31,7 +31,7 @@ class FeatureReader:
         unknown = next((layer for layer in layers if not -count - 1 <= layer <= count + 1), None)
         if unknown is not None:
             raise UserError(f"The target has {count} layers: {unknown} is not one of its hidden states.")
-        self._model, self._count, self._layers = model, count, tuple(layers)
+        self._model, self._count = model, count
         self._numbers = tuple(layer % (count + 1) if layer <= count else layer for layer in layers)
         self._norm = final_norm(model) if count + 1 in layers else None
         self._unnormed: Tensor | None = None

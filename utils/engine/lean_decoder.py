@@ -94,7 +94,7 @@ class LeanDecoder(EngineForward):
         model's.
         """
         spec, (batch, count), depth = self._spec, ids.shape, len(self._spec.layers)
-        # Numbered as in transformers, where the last one is the output of the final norm. Its input follows here.
+        # Numbered as for `feature_pass`: `depth` is the output of the final norm, and depth + 1 its input.
         kept = {layer: min(layer, depth) for layer in layers if layer != depth}
         program, past = self._program(batch, count, frozenset(kept.values())), cache.get_seq_length()
         x = embedded(ids, spec.embedding).reshape(batch * count, -1).float()
