@@ -6,9 +6,10 @@ table. Clocks play no part: the same run drafts the same. No rule is biased by t
 depends on earlier drafts and on distributions, never on the token that would be drawn. (Dropping a drawn draft
 because it looks unlikely would bias the output.)
 
-A run must not become noticeably slower than the target alone. Therefore drafts have to gain clearly more than nothing,
-and what they may lose is bounded: by a small share of the run so far, its prompt included, and by what earlier drafts
-have gained. The first draft has to pay for reading the prompt as well; until then the drafter computes nothing.
+A run must not become noticeably slower than the target alone. Therefore drafts must be expected to gain clearly more
+than they cost, and what they may lose is bounded: by a small share of the run so far, its prompt included, and by what
+earlier drafts have gained. The first draft has to pay for reading the prompt as well; until then the drafter computes
+nothing.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ DECAY = 0.98  # of old evidence, per round, so that what failed long ago is trie
 MAX_PROBABILITY = 0.98
 LOOKAHEAD = 8  # further drafts that are considered
 LOSS = 0.03  # share of a run's time by the target alone that drafts may lose
-MARGIN = 0.1  # tokens that drafts must gain in a round, because measured costs are not exact
+MARGIN = 0.1  # tokens that drafts must be expected to gain in a round, because measured costs are not exact
 EXPECTED_TOKENS = 32  # of a run; it may end long before the maximum number of new tokens
 COST_STEP = 32  # tokens of context for which the same costs hold, because interpolating them takes time in each round
 ANY: Bucket = ("any", 0)
@@ -80,7 +81,6 @@ class AdaptiveGamma:
             rival._shares = True
         self._table, self._costs, self._draft_cost, self._block = costs, costs, costs.draft_cost(kind), block
         self._kind, self._max_new = kind, max_new
-        self._costs_length = -1  # context length of the costs in use
         self._evidence: dict[Bucket, tuple[float, float]] = {}  # (accepted, verified), decayed
         self._origin = 0  # context length at which the new tokens begin
         self._prompt = self._encoded = 0  # tokens of the prompt, and of them in an encoder
@@ -103,10 +103,9 @@ class AdaptiveGamma:
     def _use_costs(self, length: int) -> None:
         """Decide by the costs at about this context length."""
         length -= length % COST_STEP
-        if length == self._costs_length:
-            return
-        self._costs, self._costs_length = self._table.at(length), length
-        self._draft_cost = self._costs.draft_cost(self._kind)
+        if length != self._costs.length:
+            self._costs = self._table.at(length)
+            self._draft_cost = self._costs.draft_cost(self._kind)
 
     def probability(self, bucket: Bucket) -> float:
         """The estimated acceptance probability of a draft in this bucket, given that all drafts before it are

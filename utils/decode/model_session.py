@@ -173,7 +173,9 @@ class ModelSession:
     def take_features(self) -> Tensor | None:
         """The hidden states (rows, F) of everything fed since the last call, or None if none are kept."""
         features, self._features = self._features, ()
-        return torch.cat(features) if len(features) > 1 else next(iter(features), None)
+        if len(features) > 1:
+            return torch.cat(features)
+        return features[0] if features else None
 
     def keep_no_features(self) -> None:
         """Keep no hidden states of what is fed from now on."""
